@@ -21,6 +21,8 @@ BAD = [
     ("privacy.epsilon=-1", ["privacy.epsilon", "-1", "greater than 0"]),
     ("privacy.epsilon=nan", ["privacy.epsilon", "nan", "finite"]),
     ("privacy.epsilon=inf", ["privacy.epsilon", "inf", "finite", 'privacy.mode = "none"']),
+    ("privacy.epsilon=0", ["privacy.epsilon", 'privacy.mode = "none"']),
+    ("privacy.epsilon=None", ["privacy.epsilon", 'privacy.mode = "none"']),
     ("privacy=none", ["privacy is 'none'", "a table", 'privacy.mode = "none"']),
     ("privacy.delta=1", ["privacy.delta", "1", "less than 1"]),
     ("rounds=abc", ["rounds", "abc", "integer"]),

@@ -39,6 +39,7 @@ from fedpact.common.configuration import (
     select_given,
 )
 from fedpact.common.errors import PlanError
+from fedpact.common.files import safe_name
 from fedpact.common.format import upper
 from fedpact.common.notebook import CardFigure, card, frame
 from fedpact.common.randomness.seeded import Participants, size_of_round
@@ -244,7 +245,8 @@ class Plan(BaseModel):
         must not repeat that run's noise.
         """
         start = self.initial.sha256
-        return (self.seed, site, number) if start is None else (self.seed, site, number, start)
+        own = self.seed, safe_name(site), number
+        return own if start is None else (*own, start)
 
     def participants(self, sites: Iterable[str]) -> Participants:
         """Return which of all these sites take part in which round. Raises PlanError."""

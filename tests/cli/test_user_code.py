@@ -6,7 +6,9 @@ import sys
 import pytest
 
 import fedpact
+from fedpact import algorithms
 from fedpact.cli.main import main
+from fedpact.common.errors import InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 
@@ -64,6 +66,17 @@ def test_a_brought_algorithm_is_checked(package, monkeypatch, capsys):
     assert (code or 0, told["violations"]) == (0, 0)
     assert told["neutral"]["parent"] == "fedavg"
     assert told["neutral"]["apart"] == told["neutral"]["allowed"] == 0.0
+
+
+def test_what_an_algorithm_lacks_is_told(package, monkeypatch, capsys):
+    bare = package(HALF.replace("NEUTRAL =", "OTHER ="))
+    with pytest.raises(PlanError, match="and NEUTRAL"):
+        algorithms.load(bare)
+    for wrong in (bare.replace(":", "."), bare.replace(":", "/") + ".py"):
+        with pytest.raises(PlanError, match=f"if it is your own, write '{bare}'"):
+            algorithms.load(wrong)
+    with pytest.raises(InputError, match=r"if it is your own, write 'brought:net'"):
+        fedpact.run("brought.net", "digits", rounds=1, sites=2)
 
 
 def test_violated_properties_are_named(package, monkeypatch, capsys):

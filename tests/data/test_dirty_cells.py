@@ -125,7 +125,10 @@ def test_a_record_of_no_site_is_left_out_of_arrays(missing, caplog):
     data = from_arrays(torch.eye(12), [0, 1] * 6, site=site)
     assert data.site == ("a", "b") * 4
     assert data.numbers.tolist() == [k for k in range(12) if k % 3]
-    assert "4 rows (0, 3, 6, ...): column site is not a site" in caplog.text
+    assert (
+        "4 rows (0, 3, 6, ...): column site names no site (a record without one is left"
+        in caplog.text
+    )
 
 
 def test_as_many_sites_are_made_as_the_records_name():

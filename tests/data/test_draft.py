@@ -193,7 +193,7 @@ def test_usual_columns_have_no_codes(tmp_path, seed):
         (range(5000, 5100), "case number"),
         ([20230101 + k % 28 for k in range(100)], "20240131"),
         ([f"{k} kg" for k in range(50, 90)], "a unit"),
-        ([f'"{k},5"' for k in range(50, 90)], "a decimal comma"),
+        ([f'"{k},5"' for k in range(50, 90)], "decimal commas"),
         ([f'"{k},500.25"' for k in range(50, 90)], "thousands separators"),
         ([f"{k % 28 + 1:02d}/03/99 10:00" for k in range(40)], "dates or times"),
     ],
@@ -202,6 +202,33 @@ def test_columns_that_measure_nothing_are_not_declared(tmp_path, cells, why):
     text = of_column(tmp_path, cells)
     assert re.search(rf"# not used: v: .*{why}", text)
     assert tomllib.loads(text)["records"]["drop"] == ["v", "w"]
+
+
+def test_numbers_written_otherwise_have_no_median(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("v,y\n" + "\n".join([*['"70,5",a'] * 96, *["7.5,b"] * 4]))
+    v, y = draft(path, {"label": "y"})[1]
+    assert (v.median, v.remark.partition(". ")[0]) == (None, "numbers with decimal commas")
+    assert (y.median, y.remark) == (None, "")
+    told = CliRunner().invoke(app, ["inspect", str(path)]).stderr
+    assert "numbers with decimal commas" in told
+    assert "7.5" not in told
+    # The remedy is one.
+    code = v.remark.partition("by ")[2].replace("X", "v")
+    found = eval(code, {"table": pd.read_csv(path)})
+    assert to_numbers(found.tolist()).tolist() == [70.5] * 96 + [7.5] * 4
+
+
+@pytest.mark.parametrize("role", ["site", "person"])
+def test_rows_without_a_site_or_person_are_told(role, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("v,who,y\n1,A,a\n2,,b\n3,B,a\n4,NA,b\n")
+    text = draft(path, {"label": "y", role: "who"})[0]
+    told = f"# found: 2 rows without a {role} (rows 2, 4): they are left out"
+    assert told in text.splitlines()
+    tomllib.loads(text)
+    text = draft(path, {"label": "y", role: "whom"})[0]
+    assert f"# {role}: the file has no column 'whom'; its columns are v, who, y" in text
 
 
 @pytest.mark.parametrize(

@@ -153,3 +153,17 @@ def test_objects_that_are_no_numbers_are_refused():
     assert torch.equal(stacked.x, torch.from_numpy(X))
     missing = fedpact.from_arrays(X, pd.Series([None, *Y[1:]], dtype="Int64"))
     assert len(missing.y) == 59
+
+
+@pytest.mark.parametrize("form", [lambda frame, path: frame, lambda frame, path: path])
+def test_a_column_that_is_missing_is_named(form, tmp_path, no_page):
+    frame = FRAME.assign(out=WORDS)
+    result = fedpact.run("logistic", frame, **LABEL, **SETTINGS, out=tmp_path / "run")
+    lacking = frame.rename(columns={"b": "B"})
+    lacking.to_csv(tmp_path / "new.csv", index=False)
+    with pytest.raises(DataError) as refused:
+        result.predict(form(lacking, tmp_path / "new.csv"))
+    assert "has no column b, on which the model was trained: it has a, B, c, out" in str(
+        refused.value
+    )
+    assert "records." not in str(refused.value)

@@ -26,6 +26,8 @@ def runs(tmp_path_factory):
     words = ["extend", str(second.folder), "--rounds", "1", "--out", str(folder.parent / "third")]
     third = CliRunner().invoke(app, words)
     assert third.exit_code == 0, third.output
+    assert third.stderr.startswith("privacy: ")
+    assert "this one costs (ε, δ) = (2, 3e-05) a site" in third.stderr
     return first, second, third.stdout
 
 

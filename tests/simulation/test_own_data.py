@@ -120,3 +120,68 @@ def test_a_folder_without_a_run_error_suggests_one(tmp_path):
         fedpact.load(tmp_path)
     with pytest.raises(DataError, match="not a run: give the folder"):
         fedpact.load(tmp_path / "nowhere")
+
+
+def half_bad(tmp_path: Path, share: float, **records: object) -> Plan:
+    """A plan of 60 records and as many others as make up this share."""
+    more = round(60 * share / (1 - share))
+    data = table(tmp_path / "table.csv", ["1,?,b", *["1;2,0,a"] * (more - 1)])
+    return Plan.parse({**SETTINGS, "data": data, "label": "out", "records": records})
+
+
+def test_a_table_that_is_mostly_left_out_is_refused(tmp_path, caplog):
+    with pytest.raises(DataError) as refused:
+        simulate(half_bad(tmp_path, 0.75), tmp_path / "run")
+    told = str(refused.value)
+    assert "180 of 240 records" in told
+    assert "75.0 %, but records.most_left_out allows 50.0 %" in told
+    assert "column p: is not a finite number" in told
+    # Before it, a line for each column and reason.
+    (lines,) = [r.message.splitlines() for r in caplog.records if "left out" in r.message]
+    assert [line.partition(": column ")[2] for line in lines[1:-1]] == [
+        "p is not a finite number",
+        "q is missing",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_share_that_may_be_left_out_is_a_setting(tmp_path):
+    simulate(half_bad(tmp_path, 0.75, most_left_out=0.75), tmp_path / "run")
+    with pytest.raises(DataError, match=r"records.most_left_out allows 20.0 %"):
+        simulate(half_bad(tmp_path, 0.25, most_left_out=0.2), tmp_path / "other")
+
+
+def test_the_share_counts_for_tables_from_python_too(tmp_path):
+    plan = half_bad(tmp_path, 0.75)
+    with pytest.raises(DataError, match=r"most_left_out allows 50.0 %"):
+        fedpact.run("logistic", plan.data, label="out", out=tmp_path / "run", **SETTINGS)
+
+
+def test_names_of_sites_are_shown_as_they_are(tmp_path):
+    names = ["Zürich", "St. Anna/Ost"]
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    data = from_arrays(x, [0, 1] * 20, site=[names[i // 2 % 2] for i in range(40)])
+    kept = {"data": data, "partition": {"kind": "natural"}, "rounds": 1}
+    result = fedpact.run("logistic", **kept, out=tmp_path / "run")
+    assert sorted(result.summary["epsilon"]) == sorted(names)
+    assert "St. Anna/Ost" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    files = {path.parent.name for path in (tmp_path / "run").glob("sites/*/ledger.jsonl")}
+    assert files == {"Zurich", "St.-Anna-Ost"}
+    # In the same ledgers, whatever their sites are called.
+    more = fedpact.extend(tmp_path / "run", 1, data=data)
+    assert more.summary["ledgers"]["runs"] == 2
+    # Seeded noise goes by the file's name, so it is the one of a site called so.
+    plain = from_arrays(x, [0, 1] * 20, site=[sorted(files)[1 - i // 2 % 2] for i in range(40)])
+    again = fedpact.run("logistic", **{**kept, "data": plain}, out=tmp_path / "again")
+    for name, w in result.model.state_dict().items():
+        assert torch.equal(w, again.model.state_dict()[name])
+
+
+def test_a_batch_larger_than_a_site_is_told(tmp_path, caplog):
+    x, y = torch.randn(30, 2), [0, 1] * 15
+    data = from_arrays(x, y, site=["a"] * 10 + ["b"] * 20)
+    settings = {"rounds": 1, "partition": {"kind": "natural", "held_out": 0.0}, "batch_size": 15}
+    fedpact.run("logistic", data, out=tmp_path / "run", **settings)
+    (told,) = [r.message for r in caplog.records if "batch_size" in r.message]
+    assert "batch_size is 15, and these sites have fewer records: a (10)." in told
+    assert "q = 1" in told

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from fedpact.common.configuration import FROZEN
-from fedpact.common.errors import PlanError, nearest
+from fedpact.common.errors import PlanError, nearest, with_colon
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.common.user_code import own_factory
 from fedpact.privacy.oracle import Opening, Oracle, Range, Terms
@@ -234,7 +234,8 @@ def load(name: str) -> Algorithm:
         form = "the functions of fedpact.algorithms.Algorithm"
         found = own_factory(name, "algorithm", names(), form)
         settings = getattr(found, "Settings", None)
-        if not (isinstance(settings, type) and issubclass(settings, BaseSettings)):
+        fits = isinstance(settings, type) and issubclass(settings, BaseSettings)
+        if not (fits and hasattr(found, "NEUTRAL")):
             raise PlanError(
                 f"algorithm is {name!r}: expected a module, or a class, with Settings, a subclass "
                 "of fedpact.algorithms.BaseSettings, and NEUTRAL; see docs/how-to/extend.md"
@@ -247,6 +248,6 @@ def load(name: str) -> Algorithm:
     places = _modules()
     if name not in places:
         known = sorted(places)
-        told = f"expected one of {', '.join(known)}{nearest(name, known)}"
+        told = f"expected one of {', '.join(known)}{nearest(name, known) or with_colon(name)}"
         raise PlanError(f"algorithm is {name!r}: {told}")
     return cast(Algorithm, importlib.import_module(places[name]))

@@ -7,8 +7,10 @@ import errno
 import gc
 import io
 import logging
+import re
 import sys
 from importlib.metadata import version
+from shlex import quote
 from typing import Annotated, Any, NoReturn
 
 import click
@@ -48,10 +50,13 @@ class Commands(Group):
             if any(given.name == "overrides" for given in command.params):
                 from fedpact.cli.reference import keys_called
 
-                keys = keys_called(error.option_name.lstrip("-").replace("-", "_"))
-                ways = " or ".join(f"--set {key}=VALUE" for key in keys)
+                option = error.option_name
+                keys = keys_called(option.lstrip("-").replace("-", "_"))
+                typed = re.search(rf"{option}[= ]([^-\s]\S*)", " ".join(sys.argv))
+                value = quote(typed[1]) if typed else "VALUE"
+                ways = " or ".join(f"--set {key}={value}" for key in keys)
                 if ways:
-                    told = f"No such option {error.option_name}: it is set as {ways}"
+                    told = f"No such option {option}: it is set as {ways}"
                     raise click.UsageError(told, error.ctx) from None
             raise
 

@@ -23,7 +23,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from fedpact.common.configuration import OTHER_NAMES, flatten, read_configuration, unknown_key
-from fedpact.common.errors import PlanError, nearest
+from fedpact.common.errors import PlanError, nearest, with_colon
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -105,7 +105,7 @@ def algorithm(name: str) -> Described:
         return _describe(name)
     known = algorithm_names()
     if name not in known:
-        expected = f"expected one of {', '.join(known)}{nearest(name, known)}"
+        expected = f"expected one of {', '.join(known)}{nearest(name, known) or with_colon(name)}"
         raise PlanError(f"algorithm is {name!r}: {expected}")
     return _stored()["algorithms"].get(name) or _describe(name)
 
@@ -114,7 +114,8 @@ def find(name: str) -> list[KeyTable]:
     """Return the tables of that name, or the keys of that name with their tables.
 
     name: of a table ("privacy"), a key ("privacy.epsilon", "epsilon", or one of `OTHER_NAMES`), or
-    a deployment's file. Raises PlanError: there is none.
+    a deployment's file. Failing that, the keys whose meaning or allowed values have the word.
+    Raises PlanError: there is none.
     """
     if name in FILES:
         return _stored()[name]
@@ -124,13 +125,18 @@ def find(name: str) -> list[KeyTable]:
         return found
     for one in map(algorithm, algorithm_names()):
         known = [*known, KeyTable(f"settings of {one.name}", "", one.settings.keys)]
-    found = [
-        KeyTable(table.name, table.about, keys)
-        for table in known
-        if (keys := tuple(k for k in table.keys if name in (k.name, k.last)))
-    ]
-    if found:
-        return found
+    word = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
+    for fits in (
+        lambda key: name in (key.name, key.last),
+        lambda key: word.search(f"{key.type} {key.meaning}"),
+    ):
+        found = [
+            KeyTable(table.name, table.about, keys)
+            for table in known
+            if (keys := tuple(filter(fits, table.keys)))
+        ]
+        if found:
+            return found
     shown = [*(table.name for table in tables() if table.name), *FILES]
     every = [key for table in known for key in table.keys]
     meant = nearest(name, [*shown, *(key.name for key in every), *(key.last for key in every)])
@@ -138,16 +144,16 @@ def find(name: str) -> list[KeyTable]:
 
 
 def keys_called(name: str) -> list[str]:
-    """Return the dotted keys with this last part, [privacy] first.
+    """Return the dotted keys of this name or with this last part, [privacy] first.
 
     This includes algorithms' settings and the names of `OTHER_NAMES`.
     """
     settings = [algorithm(one).settings for one in algorithm_names()]
     every = [key for table in (*tables(), *settings) for key in table.keys]
-    found = dict.fromkeys(key.name for key in every if name == key.last and "NAME" not in key.name)
+    found = {k.name for k in every if name in (k.last, k.name) and "NAME" not in k.name}
     if not found and name in OTHER_NAMES:
         return [OTHER_NAMES[name]]
-    return sorted(found, key=lambda key: not key.startswith("privacy."))
+    return sorted(found, key=lambda key: (not key.startswith("privacy."), key))
 
 
 def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:

@@ -20,6 +20,8 @@ from fedpact.common.errors import InputError
 # Integers have no upper limit in Python: one beyond the largest float is as good as infinite.
 _LARGEST: Final = sys.float_info.max
 
+WITHOUT_PRIVACY: Final = '; for a run without privacy set privacy.mode = "none"'
+
 
 def _single(named: dict[str, float]) -> tuple[str, float]:
     if len(named) != 1:
@@ -36,7 +38,8 @@ def _check(good: Callable[[float], bool], expected: str) -> Callable[..., float]
         number = isinstance(value, int | float) and not isinstance(value, bool)
         # Written as "not good": every comparison with NaN is false, so NaN is refused.
         if not (number and good(value)):
-            raise InputError(f"{name} is {value!r}: expected {expected.format(name=name)}")
+            remedy = WITHOUT_PRIVACY if name == "epsilon" else ""
+            raise InputError(f"{name} is {value!r}: expected {expected.format(name=name)}{remedy}")
         return value
 
     return check

@@ -8,6 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
+from fedpact.common.check import WITHOUT_PRIVACY
 from fedpact.common.errors import PlanError, nearest
 from fedpact.common.format import toml, toml_key
 
@@ -66,6 +67,8 @@ def read_configuration(
     belong to its algorithm, and are dropped if an override names another.
     Raises PlanError: the file or an override cannot be read.
     """
+    for setting in overrides:
+        override({}, setting)  # before the file, as "--set key value" makes a file of the value
     raw = read(read_file(_DEFAULT if path is None else Path(path)))
     if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
         del raw["settings"]
@@ -187,10 +190,9 @@ def read_file(path: Path) -> dict[str, Any]:
         if text.strip():
             return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise PlanError(
-            f"configuration {path} cannot be read ({error.strerror}): name a .toml or .json file, "
-            "or none for the embedded default"
-        ) from None
+        remedy = "name a .toml or .json file, or none for the embedded default"
+        told = f"a key is set as --set {path}" if "=" in path.name else remedy
+        raise PlanError(f"configuration {path} cannot be read ({error.strerror}): {told}") from None
     except ValueError as error:
         if path.suffix not in (".toml", ".json"):
             raise PlanError(
@@ -209,7 +211,10 @@ def override(raw: dict[str, Any], setting: str) -> None:
     """Write `key=value` into a configuration. Raises PlanError: not of this form."""
     key, equals, text = setting.partition("=")
     if not equals or not key:
-        raise PlanError(f"--set {setting!r}: expected key=value, as in privacy.epsilon=1")
+        raise PlanError(
+            f"--set {setting!r}: expected key=value with = and no space between them, as in "
+            "--set privacy.epsilon=1"
+        )
     set_key(raw, key.strip(), value_of(text), f"--set {setting!r}")
 
 
@@ -331,9 +336,6 @@ def _key(entry: Any, prefix: tuple[str, ...]) -> str:
     return ".".join(map(str, (*prefix, *_place(entry)))) or "configuration"
 
 
-_WITHOUT_PRIVACY: Final = 'for a run without privacy set privacy.mode = "none"'
-
-
 def _explain(
     key: str, entries: Sequence[Any], model: "type[BaseModel]", everywhere: Iterable[str]
 ) -> str:
@@ -345,7 +347,7 @@ def _explain(
     if first["type"] == "value_error":
         told = "; ".join(dict.fromkeys(messages))
         return f"{key}: {told}" if place else told
-    hint = f"; {_WITHOUT_PRIVACY}" if key in ("privacy", "privacy.epsilon") else ""
+    hint = WITHOUT_PRIVACY if re.fullmatch(r"privacy(\..*epsilon)?", key) else ""
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{key} is {first['input']!r}: expected a table of keys{hint}"
     if first["type"] == "finite_number" and hint:
@@ -353,7 +355,8 @@ def _explain(
     begin = "Input should be "
     others = [message.removeprefix(begin) for message in messages if message != messages[0]]
     told = ", or ".join([messages[0], *dict.fromkeys(others)])
-    return f"{key} is {first['input']!r}: {told[0].lower()}{told[1:]}; set {key} to such a value"
+    told = f"{told[0].lower()}{told[1:]}{hint or f'; set {key} to such a value'}"
+    return f"{key} is {first['input']!r}: {told}"
 
 
 def _table_at(model: "type[BaseModel]", place: list[Any]) -> "type[BaseModel]":

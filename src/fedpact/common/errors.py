@@ -74,3 +74,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     found = get_close_matches(name, list(known), n=1)
     return f"; the nearest is {found[0]!r}" if found else ""
+
+
+def with_colon(name: str) -> str:
+    """Return what to append to an error about a name that has a dot where a colon belongs, or "".
+
+    >>> with_colon("mypackage/half.py"), with_colon("half")
+    ("; if it is your own, write 'mypackage:half'", '')
+    """
+    module, dot, last = name.removesuffix(".py").replace("/", ".").rpartition(".")
+    return f"; if it is your own, write '{module}:{last}'" if dot and ":" not in name else ""

@@ -8,9 +8,12 @@ import contextlib
 import fcntl
 import glob
 import os
+import re
 import secrets
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from fedpact.common.errors import DataError, InputError
 
@@ -188,3 +191,16 @@ def check_file(option: str, out: Path, *endings: str) -> None:
     if out.is_dir():
         raise InputError(f"{option} is {str(out)!r}, which is a folder: name a file in it")
     check_out(out.parent)
+
+
+# Latin letters that are not a letter with an accent.
+_LETTERS: Final = str.maketrans(
+    {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
+)
+
+
+def safe_name(name: str) -> str:
+    """Return a name that is safe in file systems: Zürich is Zurich, St. Anna is St.-Anna."""
+    parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
+    latin = "".join(c for c in parted if not unicodedata.combining(c))
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"

@@ -34,7 +34,7 @@ from typing import Any
 from torch import Tensor
 
 from fedpact.common.errors import DataError, InputError
-from fedpact.common.files import LOCK, only_one, parse_errors, write_whole
+from fedpact.common.files import LOCK, only_one, parse_errors, safe_name, write_whole
 from fedpact.common.messages import RoundRecord, State, encode_parts, from_bytes
 from fedpact.common.records import strict
 
@@ -214,7 +214,7 @@ class Folder:
 
     def site(self, name: str) -> Path:
         """Return a site's own directory."""
-        return self.path / "sites" / name
+        return self.path / "sites" / safe_name(name)
 
     def ledger(self, site: str, kept: str | None) -> Path:
         """Return the path of a site's ledger.
@@ -226,7 +226,7 @@ class Folder:
             return self.site(site) / "ledger.jsonl"
         run = Folder(Path(kept))
         if not run.partition.exists():
-            return Path(kept) / f"{site}.ledger.jsonl"
+            return Path(kept) / f"{safe_name(site)}.ledger.jsonl"
         return run.ledger(site, run.read_json("plan.json")["run"]["ledgers"])
 
     def write_json(self, name: str, document: Any) -> None:

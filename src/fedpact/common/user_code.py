@@ -27,7 +27,7 @@ import torch
 from pydantic import BeforeValidator
 from torch import Tensor, nn
 
-from fedpact.common.errors import ModelError
+from fedpact.common.errors import ModelError, with_colon
 
 
 def digest_of_code(thing: Any) -> str:
@@ -339,7 +339,7 @@ def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callab
     if not colon:
         raise ModelError(
             f"{what} is {name!r}: expected one of {', '.join(sorted(known))}, or your own as "
-            f"'package.module:factory' with {form}"
+            f"'package.module:factory' with {form}{with_colon(name)}"
         )
     # Files in the working directory are importable, as with `python -m`.
     if os.getcwd() not in sys.path:

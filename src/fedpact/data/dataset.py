@@ -14,6 +14,7 @@ from torch import Tensor
 from fedpact.common.errors import DataError
 from fedpact.common.losses import UNLABELLED
 from fedpact.data.schema import RecordForm
+from fedpact.data.sieve import RecordFilter
 
 CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters that may act on a terminal; names must not contain them."""
@@ -33,6 +34,7 @@ class Dataset:
     rows: each training record's number in its file, if this is not its place in x.
     held: which training records are the data set's own test part at their sites, bool [n], or None;
     partition.held_out = "own" keeps them for evaluation, and nothing else uses them.
+    sieve: which of the training records of its file are left out, and why; None if unknown.
     form: the declaration that the records were checked against; None after a replacement.
     description: one line: what it is, its source, the constants of its preprocessing.
 
@@ -53,6 +55,7 @@ class Dataset:
     description: str = ""
     person: tuple[str, ...] | None = None
     column: str | None = None
+    sieve: RecordFilter | None = None
     form: RecordForm | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

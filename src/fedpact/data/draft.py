@@ -73,6 +73,8 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     lines = [head, *(f"{key} = {toml(name)}" for key, name in named.items() if name is not None)]
     lines += ['# label = "..."   # the column to predict'] * (label is None)
     task = [] if label is None else _task(columns.get(label, []))
+    for role in ("site", "person"):
+        lines += _unnamed(role, roles.get(role), columns)
     lines += [*task, "", "[records]"]
     if broken:
         rows = _rows(sorted(broken))
@@ -80,7 +82,7 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     if label is not None and not task:
         lines += _classes(columns, label)
     if dropped:
-        lines += [f"# not used: {name}: {why}" for name, why in dropped.items()]
+        lines += [f"# not used: {name or '(no name)'}: {why}" for name, why in dropped.items()]
         lines.append(f"drop = {toml([*dropped])}")
     for one in features:
         if one.name not in dropped:
@@ -117,7 +119,7 @@ def _task(cells: Cells) -> list[str]:
 
 def _classes(columns: Mapping[str, Cells], label: str) -> list[str]:
     if label not in columns:
-        return [f"# label: the file has no column {label!r}; its columns are {list_some(columns)}"]
+        return _unnamed("label", label, columns)
     found = _words(columns[label])
     if not found:
         return ["# label: every cell is empty"]
@@ -127,6 +129,15 @@ def _classes(columns: Mapping[str, Cells], label: str) -> list[str]:
         "# found: these labels. List all classes that there can be",
         f"# classes = {toml(found)}",
     ]
+
+
+def _unnamed(role: str, name: str | None, columns: Mapping[str, Cells]) -> list[str]:
+    """Return a remark on rows without a site or a person, or on a column that is missing."""
+    if name is not None and name not in columns:
+        return [f"# {role}: the file has no column {name!r}; its columns are {list_some(columns)}"]
+    blank = [row for row, cell in enumerate(columns.get(name or "", ())) if is_blank(cell)]
+    told = f"{counted(len(blank), 'row')} without a {role} ({_rows(blank)}): they are left out"
+    return [f"# found: {told}"] * bool(blank)
 
 
 def _column(one: ColumnSummary, cells: Cells) -> list[str]:

@@ -265,6 +265,7 @@ def dataset_of(
         rows=torch.from_numpy(kept + sieve.first),
         column=main.column,
         description=f"{name}: {told} as given",
+        sieve=sieve,
     )
     object.__setattr__(found, "form", form)
     return found
@@ -411,8 +412,10 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
         test=test,
         form=form,
     )
+    sieve = max(filter(None, (data.sieve, found.sieve)), key=lambda one: one.left_out)
     kept = {key: getattr(data, key) for key in ("description", "features", "column")}
-    return replace(found, **kept, held=None if data.held is None else data.held[found.numbers])
+    held = None if data.held is None else data.held[found.numbers]
+    return replace(found, **kept, held=held, sieve=sieve)
 
 
 def _is_split(data: Mapping[Any, Any]) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedpact.common import check
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import DataError, FedpactError
-from fedpact.common.files import replacing
+from fedpact.common.files import replacing, safe_name
 from fedpact.data import splits
 from fedpact.data.dataset import Dataset
 
@@ -251,7 +251,7 @@ _SPECIFIC: Final = {name for kind in PARTITION_KINDS.values() for name in kind.o
 class SiteRecords:
     """One site's records: x [n, ...], y [n] to train on; x_held, y_held, maybe none, to evaluate.
 
-    name: safe as a file name; sites are ordered by it. persons: the person of each training record,
+    name: as in the data set; sites are ordered by it. persons: the person of each training record,
     int64 [n] from 0 without gaps; None where the data set does not say.
     """
 
@@ -479,14 +479,14 @@ def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[
             f"sites is {sites} and data set {dataset.name} has {len(records)} sites of its own: "
             f"set sites = {len(records)}"
         )
-    safe = {name: splits.safe_name(name) for name in sorted(records)}
+    safe = {name: safe_name(name) for name in sorted(records)}
     if len({name.casefold() for name in safe.values()}) < len(records):
         raise DataError(
             f"the site names of data set {dataset.name} are not different as file names: "
             f"{', '.join(f'{name!r} is {file}' for name, file in safe.items())}; rename the "
             "sites, in Latin letters or digits"
         )
-    return dict(sorted((safe[name], part) for name, part in records.items()))
+    return {name: records[name] for name in safe}
 
 
 def _own_parts(dataset: Dataset, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -267,6 +267,9 @@ class PlanRecords(RecordForm):
 
     classes: list[str] | None = Field(default=None, min_length=1)
     """The labels' names in order; left out, those that are found."""
+    most_left_out: float = Field(default=0.5, ge=0, le=1)
+    """The share of a simulation's records that may be left out because they do not fit; with more
+    it does not start. A deployed site has its own in site.toml."""
 
     @model_validator(mode="after")
     def _target_is_the_tasks(self) -> Self:
@@ -275,8 +278,8 @@ class PlanRecords(RecordForm):
         return self
 
     def shared(self, target: LabelForm | None = None) -> RecordForm:
-        """Return the declaration without the classes, which federation.toml names separately."""
-        found = RecordForm(**self.model_dump(exclude={"classes"}))
+        """Return the declaration alone: federation.toml names the classes separately."""
+        found = RecordForm(**self.model_dump(exclude={"classes", "most_left_out"}))
         return found if target is None else found.model_copy(update={"target": target})
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import counted, toml, toml_key
+from fedpact.common.format import counted, percent, toml, toml_key
 
 _logger = logging.getLogger("fedpact")
 
@@ -17,6 +17,8 @@ _SHOWN: Final = 3
 """So many rows are named for each reason; the others are counted."""
 _REASONS: Final = 20
 """So many reasons are given; the others are counted."""
+_MANY: Final = 0.05
+"""Of more records than this share the reasons are told in a list."""
 _LONG: Final = 200
 """So many characters of a value are quoted."""
 
@@ -46,6 +48,20 @@ class RecordFilter:
         mask = np.ones(self.count, bool)
         mask[[row for _, row in self._faults]] = False
         return mask
+
+    @property
+    def left_out(self) -> float:
+        """The share of the records that are left out; 1 if there are none."""
+        return float((~self.good).mean()) if self.count else 1.0
+
+    def too_many(self, most: float, key: str) -> str:
+        """Say that more than the share `most` of `key` are left out; "" if they are not."""
+        if self.left_out <= most:
+            return ""
+        return (
+            f"{int((~self.good).sum()):,} of {self.count:,} records of {self.origin} are left out, "
+            f"{percent(self.left_out)}, but {key} allows {percent(most)}"
+        )
 
     def leave_out(self, row: int, column: str, why: str, value: Any = None) -> None:
         """Leave a record out. row: from 0. column: or "". why: as MISSING. value: or None."""
@@ -85,7 +101,7 @@ class RecordFilter:
             (
                 faults is broken,
                 f"{self.origin}: {len(rows)} of {self.count} records {what} (rows counted from "
-                f"{self.first}): {self._tell(faults, values)}; {remedy}",
+                f"{self.first}):{self._tell(faults, values, len(rows))}{remedy}",
             )
             for faults, what, remedy in found
             if (rows := {row for _, row in faults})
@@ -102,7 +118,7 @@ class RecordFilter:
             else:
                 _logger.warning(paragraph)
 
-    def _tell(self, faults: _Faults, values: bool) -> str:
+    def _tell(self, faults: _Faults, values: bool, count: int) -> str:
         told, reasons = list[str](), _by_reason(faults)
         for column, why, rows in reasons[:_REASONS]:
             named = [f"{row + self.first}" + _quoted(rows[row]) * values for row in sorted(rows)]
@@ -113,7 +129,9 @@ class RecordFilter:
             told.append(f"{which}: {f'column {column}' if column else 'the line'} {why}")
         if len(reasons) > _REASONS:
             told.append(f"and {counted(len(reasons) - _REASONS, 'other reason')}")
-        return "; ".join(told)
+        if values and count > _MANY * self.count:
+            return "".join(f"\n  {one}" for one in told) + "\n"
+        return f" {'; '.join(told)}; "
 
 
 def _by_reason(faults: _Faults) -> list[tuple[str, str, dict[int, Any]]]:
@@ -134,10 +152,10 @@ def _quoted(value: Any) -> str:
     return f" = {whole if len(whole) <= _LONG else long}"
 
 
-def nothing_left(sieve: RecordFilter) -> DataError:
+def nothing_left(sieve: RecordFilter, instead: str = "") -> DataError:
     """Return the error for a file of which no record is used, with the columns that are to blame.
 
-    For simulations only: a deployed site does not stop.
+    instead: that too many are left out. For simulations only: a deployed site does not stop.
     """
     if not sieve.count:
         return DataError(
@@ -158,7 +176,7 @@ def nothing_left(sieve: RecordFilter) -> DataError:
         remedy = _REMEDIES.get(why if names[0] else "", _CORRECT)
         advice.append(remedy.format(name=toml_key(names[-1]), names=toml(names)))
     return DataError(
-        f"no record is left of {sieve.origin}: {'; '.join(told)}; "
+        f"{instead or f'no record is left of {sieve.origin}'}: {'; '.join(told)}; "
         f"{'; '.join(dict.fromkeys(advice))}"
     )
 

@@ -7,10 +7,7 @@ and returns one array of indices for each site. No record goes to two sites; `by
 
 import hashlib
 import json
-import re
-import unicodedata
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -243,19 +240,6 @@ def _enough(what: str, have: int, need: int) -> None:
             f"the power law's sizes need {need} {what}, and there are {have}: lower `largest`, "
             "raise `exponent`, take fewer sites or another seed"
         )
-
-
-# Latin letters that are not a letter with an accent.
-_LETTERS: Final = str.maketrans(
-    {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
-)
-
-
-def safe_name(name: str) -> str:
-    """Return a name that is safe in file systems: Zürich is Zurich, St. Anna is St.-Anna."""
-    parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
-    latin = "".join(c for c in parted if not unicodedata.combining(c))
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"
 
 
 def number_persons(person: Sequence[str] | None, indices: np.ndarray) -> Tensor | None:

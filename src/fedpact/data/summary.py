@@ -32,7 +32,10 @@ _DATE: Final = re.compile(
 )
 _WRITTEN: Final = (
     (r"[+-]?\d{1,3}([,' \u00a0]\d{3})+(\.\d+)?", "numbers with thousands separators. Remove them"),
-    (r"[+-]?\d+([. ]\d{3})*,\d+", "numbers with a decimal comma. Write a point"),
+    (
+        r"[+-]?\d+([. ]\d{3})*,\d+",
+        'numbers with decimal commas. Write points, in pandas by table["X"].str.replace(",", ".")',
+    ),
     (r"[<>≤≥]=?\s*[\d.,]+", 'bounds such as "<5". Write a number, such as the bound itself'),
     (
         r"[€$£¥]\s*[+-]?[\d.,]+|[+-]?\d[\d.,]*\s*(?!(st|nd|rd|th)$)[^\W\d_°%€$£¥][^\W\d_/]{0,7}"
@@ -48,7 +51,7 @@ _IDENTIFIER: Final = re.compile(r"(^|[\W_])(id|no|nr|num|number|key|uid|mrn|inde
 class ColumnSummary:
     """The summary of a column. kind: "numbers", "text", "dates", or "nothing" if all are missing.
 
-    low, median, high: of its finite numbers; None without any. missing: the share of missing cells.
+    low, median, high: of numbers, the finite ones; else None. missing: the share of missing cells.
     outside: the share of all cells that does not match the declaration. values: the most frequent
     texts with their counts; distinct: the number of texts. declared: the declaration in words.
     remark: a point to look at, "" for none.
@@ -71,11 +74,11 @@ def summarise_column(name: str, cells: Cells, own: ValueRange | None = None) -> 
     """Summarise a column's cells [n]. own: its declaration, or None."""
     found = _Cells.of(cells)
     kind = found.kind
-    outside, remark = np.zeros(len(cells), bool), ""
+    outside, remark = np.zeros(len(cells), bool), describe_text(cells) if kind == "text" else ""
     if own is not None:
         outside, remark = _beside(found, own, kind)
     few = Counter(text for text in found.texts if text) if kind in ("text", "dates") else Counter()
-    low, median, high = found.spread((0.0, 0.5, 1.0))
+    low, median, high = found.spread((0.0, 0.5, 1.0)) if kind == "numbers" else (None,) * 3
     count = max(len(cells), 1)
     return ColumnSummary(
         name,

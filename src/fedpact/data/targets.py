@@ -285,7 +285,8 @@ def read_sites(table: Table, sieve: RecordFilter) -> list[str]:
     for row, name in enumerate(names):
         # str(None) occurs in numpy arrays of text; a class may have that name.
         if cells.is_missing(name) or name == "None":
-            sieve.leave_out(row, table.roles.get("site", "site"), "is not a site")
+            why = "names no site (a record without one is left out)"
+            sieve.leave_out(row, table.roles.get("site", "site"), why)
     return names
 
 

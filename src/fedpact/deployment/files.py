@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedpact.common.configuration import plan_error
 from fedpact.common.errors import PlanError
-from fedpact.common.files import check_out, replacing
+from fedpact.common.files import check_out, replacing, safe_name
 from fedpact.common.format import toml, toml_key
 from fedpact.common.run_folder import RUN, Folder
 from fedpact.data.schema import RecordForm
@@ -63,7 +63,7 @@ docs/how-to/operate-a-deployment.md.
 def federation(of: Federation) -> str:
     """Return federation.toml."""
     members = "".join(
-        f'\n[sites."{name}"]\nsize = {member.size:g}\nkey = "{member.key}"\n'
+        f'\n[sites.{toml(name)}]\nsize = {member.size:g}\nkey = "{member.key}"\n'
         for name, member in of.sites.items()
     )
     patience, checks = of.patience, of.checks
@@ -135,14 +135,14 @@ def render_site_toml(name: str, records: str, label: str | None) -> str:
     )
     return f"""\
 # The owner's settings; no message can change them. Paths are relative to this directory.
-name = "{name}"                # as in federation.toml
+name = {toml(name)}                # as in federation.toml
 records = "{records}"     # .npz with x and y, .csv or .parquet: the site's records
 {column}
-data_set = "{name}"            # the ledger's name: always the same for these records
+data_set = {toml(name)}            # the ledger's name: always the same for these records
 # data_version = "2026-01"     # stated in receipts next to the name
 ledger = "ledger.jsonl"        # on a local disk, backed up, never restored
 device = "cpu"                 # or "cuda"
-# socket = "/run/fedpact/{name}.sock"      # only for an existing SuperNode
+# socket = "/run/fedpact/{safe_name(name)}.sock"      # only for an existing SuperNode
 
 # most_left_out = 0.05         # the site does not open if more records than this do not fit
 
@@ -269,8 +269,9 @@ def _write(
     keys.write_server_certificate(authority, server, choices.host)
     line = keys.write_signing_key(server / "server.key")
     members = dict[str, Member]()
+    places = {site.name: directory / "sites" / safe_name(site.name) for site in scene.sites}
     for site in scene.sites:
-        key = keys.write_signing_key(directory / "sites" / site.name / "site.key")
+        key = keys.write_signing_key(places[site.name] / "site.key")
         members[site.name] = Member(size=float(units(plan, site)), key=key)
     shape = tuple(scene.raw.x.shape[1:])
     check_places(scene.dataset.name, plan.task.target.kind, scene.raw.y.numpy(), shape)
@@ -296,8 +297,8 @@ def _write(
         raise plan_error(error, (), Federation) from None
     _write_server(server, scene)
     for site in scene.sites:
-        _write_site(directory / "sites" / site.name, scene, site.name, choices.records)
-    for party in (server, *(directory / "sites" / name for name in members)):
+        _write_site(places[site.name], scene, site.name, choices.records)
+    for party in (server, *places.values()):
         _write_shared(party, authority, plan, federation)
         for name, source in files.items():
             shutil.copyfile(source, party / name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from fedpact.common.errors import DataError, InputError, PlanError
-from fedpact.common.files import parse_errors, private_opener
+from fedpact.common.files import parse_errors, private_opener, safe_name
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.final_model import read_ending
@@ -45,7 +45,7 @@ def parties(directory: Path) -> dict[str, Path]:
             f"{directory} has no deployment: name the directory that `fedpact deploy init` wrote"
         )
     names = Federation.read(server / "federation.toml").names
-    return {SERVER: server, **{name: directory / "sites" / name for name in names}}
+    return {SERVER: server, **{name: directory / "sites" / safe_name(name) for name in names}}
 
 
 class Parties:

@@ -19,6 +19,7 @@ from shlex import quote
 from typing import Final, Literal
 
 from fedpact.common.errors import DataError
+from fedpact.common.files import safe_name
 from fedpact.deployment.local import SERVER, parties
 
 Form = Literal["compose", "helm", "systemd", "flower"]
@@ -132,7 +133,10 @@ def _write_compose(path: Path, sites: dict[str, Path]) -> None:
     labels, text = _labels([SERVER, *sites]), (_PACKAGES / path.name).read_text(encoding="utf-8")
     # The template of one site, up to the next empty line.
     before, one, after = re.split(r"(?s)(  SERVICE:.*?)(?=\n\n)", text)
-    each = [one.replace("SERVICE", labels[name]).replace("NAME", name) for name in sites]
+    each = [
+        one.replace("SERVICE", labels[name]).replace("NAME", where.name)
+        for name, where in sites.items()
+    ]
     path.write_text(before + "\n".join(each) + after, encoding="utf-8")
 
 
@@ -140,7 +144,8 @@ def _labels(names: Iterable[str]) -> dict[str, str]:
     """Return a unique DNS label for each party, of lowercase letters, digits and hyphens."""
     found = dict[str, str]()
     for name in names:
-        plain = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_LABEL].strip("-") or "site"
+        file = safe_name(name).lower()
+        plain = re.sub(r"[^a-z0-9]+", "-", file)[:_LONGEST_LABEL].strip("-") or "site"
         others = (f"{plain}-{number}" for number in count(2))
         found[name] = next(one for one in chain([plain], others) if one not in found.values())
     return found

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedpact.common.about import OneLine
 from fedpact.common.errors import DataError, PlanError
-from fedpact.common.format import percent
 from fedpact.data.advice import advise
 from fedpact.data.columns import FileColumn
 from fedpact.data.features.extract import beside
@@ -116,24 +115,17 @@ class Own:
     whose: Sequence[str] | None
     sieve: RecordFilter
 
-    @property
-    def left_out(self) -> float:
-        """The share of the file's records that are left out; 1 if it has none."""
-        return float((~self.sieve.good).mean()) if self.sieve.count else 1.0
-
     def check(self, settings: SiteSettings) -> None:
         """Raise DataError if more records are left out than the owner allows."""
-        if self.left_out <= settings.most_left_out:
+        told = self.sieve.too_many(settings.most_left_out, "most_left_out in site.toml")
+        if not told:
             return
-        sieve = self.sieve
         why = "; ".join(
             f"{'column ' * bool(column)}{column or 'the record'} {reason} ({count:,})"
-            for column, reason, count in sieve.reasons()[:_REASONS]
+            for column, reason, count in self.sieve.reasons()[:_REASONS]
         )
         raise DataError(
-            f"{int((~sieve.good).sum()):,} of {sieve.count:,} records of {sieve.origin} are left "
-            f"out, {percent(self.left_out)}, but most_left_out in site.toml allows "
-            f"{percent(settings.most_left_out)}: {why or 'the file is empty'}. The site does not "
+            f"{told}: {why or 'the file is empty'}. The site does not "
             "open, and nothing is reserved. Run `fedpact deploy check` on its directory to compare "
             "each column with its declaration; then correct the records, give their units and "
             "categories under [columns] in site.toml, have the federation declare `fill` for "

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpact.common.errors import DataError
+from fedpact.common.run_folder import Folder
 from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import SampledGaussian
 from fedpact.privacy.accounting.tuning_cost import (
@@ -91,7 +92,7 @@ def count_tuning_cost(runs: Mapping[str, Mapping[int, RunSummary]]) -> list[Tuni
         for seed in seeds:
             by_seed.setdefault(seed, []).append(name)
     promises = {
-        (name, seed): {s: _promise(run.path / f"sites/{s}/ledger.jsonl") for s in run.site_privacy}
+        (name, seed): {s: _promise(Folder(run.path).ledger(s, None)) for s in run.site_privacy}
         for name, seeds in runs.items()
         for seed, run in seeds.items()
     }

@@ -8,7 +8,7 @@ import logging
 import math
 import tomllib
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedpact.common.errors import DataError, InputError, ModelError
+from fedpact.common.errors import DataError, InputError, ModelError, nearest
 from fedpact.common.files import parse_errors
 from fedpact.common.format import counted, format_metric
 from fedpact.common.messages import SiteScore
@@ -29,7 +29,7 @@ from fedpact.common.params import TOKENS
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.common.user_code import model_again
 from fedpact.common.weights import read_checked
-from fedpact.data.cells import Cells, read_columns, read_npz
+from fedpact.data.cells import Cells, list_some, read_columns, read_npz
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset
 from fedpact.data.features.extract import MadeBy
@@ -40,6 +40,7 @@ from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
 from fedpact.data.tables import Table, read_numbers
 from fedpact.data.targets import ambiguous, read_labels, unscale
+from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.metrics import evaluate, find_display
 from fedpact.plan import Plan
 from fedpact.privacy.column_scales import scale_columns
@@ -206,10 +207,10 @@ def read_prediction_inputs(
         told = {"features": [*own.features], "drop": [], "columns": form.kept}
         wanted = form.model_copy(update=told)
     roles = plan.label, plan.site, plan.person
-    if named.sources and not isinstance(records, str | Path):
-        columns = columns_of(records)
-        if columns is not None:
+    if not isinstance(records, str | Path) and (columns := columns_of(records)) is not None:
+        if named.sources:
             records = named.declared("the table of records", columns, own.features, plan.label)
+        _check_columns("the table of records", records if named.sources else columns, own.features)
     if not isinstance(records, str | Path):
         table = read_input("records", records, wanted, *roles, shape=own.shape)
     elif Path(records).suffix.lower() == ".npz":
@@ -218,6 +219,7 @@ def read_prediction_inputs(
     elif Path(records).suffix.lower() in (".csv", ".parquet"):
         columns, broken = read_columns(Path(records))
         columns = named.declared(str(records), columns, own.features, plan.label)
+        _check_columns(str(records), columns, own.features)
         label, site, person = (role if role in columns else None for role in roles)
         table = table_of(
             str(records), columns, label, site, person, broken, wanted, unlabelled=True
@@ -232,6 +234,17 @@ def read_prediction_inputs(
         return _read(table, wanted, own)
     # For a table's run, an array holds the columns' numbers, in the run's order.
     return _read(table, form.by_place(own.features) if own.features else form, own)
+
+
+def _check_columns(origin: str, columns: Collection[str], features: Sequence[str]) -> None:
+    """Raise DataError: the table lacks columns that the model was trained on."""
+    lacking = [name for name in features if name not in columns and not is_tokens(features)]
+    if lacking:
+        raise DataError(
+            f"{origin} has no column {', '.join(lacking)}, on which the model was trained: it has "
+            f"{list_some(columns)}; add the missing columns, or rename those that hold them"
+            f"{nearest(lacking[0], columns)}"
+        )
 
 
 def _read(table: Table, form: RecordForm, own: RecordedForm) -> PredictionInputs:

@@ -1,6 +1,8 @@
 """Everything that a simulation needs, loaded and checked before anything is written."""
 
+import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.errors import PlanError
+from fedpact.common.files import safe_name
 from fedpact.common.randomness.seeded import Participants, SeededDraws
 from fedpact.common.user_code import is_handed
 from fedpact.data import download, load
@@ -20,6 +23,7 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.features.extract import beside
 from fedpact.data.load import refit
 from fedpact.data.partition import Partition, SiteRecords, make_partition
+from fedpact.data.sieve import nothing_left
 from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.data.targets import REGRESSION
 from fedpact.evaluation.held_out import Grouping, HeldOut, SumsForm, hold_out, key_of_seed
@@ -33,6 +37,7 @@ from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.workshop import TrainingSetup
 
+_MOST: Final = "records.most_left_out"
 _MANY_CLASSES: Final = 20
 """With more integer labels than this, ask whether they are classes."""
 
@@ -60,6 +65,8 @@ class SimulationSetup:
     ) -> "SimulationSetup":
         """Load and check everything. Raises InputError if anything does not fit."""
         raw = load_data(plan) if data is None else refit(data, plan.records, plan.form)
+        if raw.sieve and (told := raw.sieve.too_many(plan.records.most_left_out, _MOST)):
+            raise nothing_left(raw.sieve, told)
         plan.task.check_data(raw)
         if plan.partition.kind == "natural" and raw.site and "sites" not in plan.model_fields_set:
             # The number of sites follows from the records.
@@ -84,6 +91,7 @@ class SimulationSetup:
         sites = [_used(plan, site) for site in partition.sites(dataset)]
         check_secure(plan, len(sites))
         terms = plan.terms({site.name: _size(plan, site) for site in sites})
+        _warn_of_batch(plan, sites)
         policy = Policy.read(Path(plan.policy)) if plan.policy else None
         if policy:
             for site in sites:
@@ -267,6 +275,17 @@ def _used(plan: Plan, site: SiteRecords) -> SiteRecords:
     return replace(site, x=site.x[good], y=site.y[good], persons=site.persons[good])
 
 
+def _warn_of_batch(plan: Plan, sites: Sequence[SiteRecords]) -> None:
+    """Warn of sites with fewer records than a batch."""
+    sizes = {site.name: units(plan, site) for site in sites}
+    small = [f"{name} ({size})" for name, size in sizes.items() if size < (plan.batch_size or 0)]
+    if small:
+        logging.getLogger("fedpact").warning(
+            f"batch_size is {plan.batch_size:g}, and these sites have fewer {plan.privacy.unit}s: "
+            f"{_some(tuple(small), 5)}. Each step uses all of them (q = 1): lower batch_size"
+        )
+
+
 def units(plan: Plan, site: SiteRecords) -> int:
     """Return the number of protected and sampled units at a site: persons, or records."""
     if plan.privacy.unit == "record" or site.persons is None:
@@ -279,4 +298,5 @@ def _size(plan: Plan, site: SiteRecords) -> float:
     count = units(plan, site)
     if not plan.noisy_sizes:
         return float(count)
-    return noisy_size(count, plan.privacy.size_noise, SeededDraws(plan.seed, site.name, 0))
+    draws = SeededDraws(plan.seed, safe_name(site.name), 0)
+    return noisy_size(count, plan.privacy.size_noise, draws)

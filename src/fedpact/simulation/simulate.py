@@ -22,6 +22,7 @@ from torch import nn
 from fedpact.algorithms.wrappers.released_scales import check_as_declared
 from fedpact.client import read_memory
 from fedpact.common.errors import InputError, PlanError
+from fedpact.common.format import upper
 from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import frame
 from fedpact.common.params import FlatModel, one_thread
@@ -39,7 +40,7 @@ from fedpact.evaluation.personal import (
 )
 from fedpact.models.adapters import store_adapters
 from fedpact.plan import Plan
-from fedpact.privacy.accounting.accountant import History
+from fedpact.privacy.accounting.accountant import History, add_budgets
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import Records
@@ -220,6 +221,8 @@ def simulate(
     known = is_known(folder, plan)
     scene = SimulationSetup.of(plan, data, Partition.load(folder.partition) if known else None)
     if not known and (told := scene.columns_used):
+        print(told, file=sys.stderr)
+    if not known and (told := _tell_total(folder, scene)):
         print(told, file=sys.stderr)
     environment = setting(folder, scene, known=known, given=data is not None)
     run = environment["run"]
@@ -406,6 +409,20 @@ def _finish(
     dummy, _ = scene.workshop.make_dummy_records()
     store_adapters(module, scene.workshop.module(), dummy, folder.path)
     return Simulated(folder.path, records, summary, module)
+
+
+def _tell_total(folder: Folder, scene: SimulationSetup) -> str:
+    """Return what a run costs together with earlier ones in its sites' ledgers; "" without any."""
+    found, held = list[tuple[float, float]](), scene.form.once
+    for name, terms in scene.terms.items():
+        if (path := folder.ledger(name, scene.plan.run.ledgers)).is_file():
+            old, own = receipt(path), [terms.budget, *([held.budget] if held else [])]
+            # Held-out records are others: the larger of both counts.
+            epsilon = add_budgets([old["epsilon_reserved"], max(one.epsilon for one in own)])
+            delta = add_budgets([old["delta_reserved"], max(one.delta for one in own)])
+            found.append((epsilon, delta))
+    told = "privacy: with earlier runs in the same ledgers, this one costs (ε, δ) = ({}, {}) a site"
+    return told.format(*map(upper, max(found))) if found else ""
 
 
 def _sum_ledgers(folder: Folder, scene: SimulationSetup) -> dict[str, Any] | None:

@@ -44,8 +44,9 @@ def delta_too_large(promised: Iterable[tuple[float, float]]) -> str:
     if not delta * size >= 1:
         return ""
     return (
-        f"δ = {upper(delta)} at a site of {size:g} records lets each record be told with that "
-        f"chance, so one of them or more: expected a δ far below 1/N, as {0.01 / size:.1g} is"
+        f"δ = {upper(delta)} at a site of {size:g} records is too large: δ bounds each record's "
+        f"chance to be revealed, so about {delta * size:.2g} of them may be. Choose a δ far below "
+        f"1/N, such as {0.01 / size:.1g}"
     )
 
 

@@ -135,7 +135,8 @@ def print_columns(columns: Sequence[ColumnSummary], out: Console) -> None:
     for header in ("not as declared", "declared") * declared:
         table.add_column(header)
     for one in columns:
-        cells = [one.name, one.kind, *map(number, (one.low, one.median, one.high))]
+        kind = one.kind if declared else one.remark.partition(". ")[0] or one.kind
+        cells = [one.name, kind, *map(number, (one.low, one.median, one.high))]
         cells += [percent(one.missing), percent(one.outside), one.declared]
         table.add_row(*map(Text, cells[: len(table.columns)]))
     print_table(out, table)

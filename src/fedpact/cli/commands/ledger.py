@@ -171,11 +171,11 @@ def _below(folder: Path) -> list[Path]:
     told = folder / "privacy.json"
     if told.is_file() and any(path.parent.parent == folder / "sites" for path in paths):
         sites = Folder(folder).read_json("privacy.json").get("sites", {})
-        gone = [name for name in sites if folder / "sites" / name / "ledger.jsonl" not in paths]
+        gone = [p for name in sites if (p := Folder(folder).ledger(name, None)) not in paths]
         if gone:
             raise LedgerError(
-                f"{folder} has no ledger of {', '.join(gone)}, which took part in its run: "
-                f"restore sites/{gone[0]}/ledger.jsonl from a backup; without it, what the run "
+                f"{folder} has no ledger of {', '.join(path.parent.name for path in gone)}, which "
+                f"took part in its run: restore {gone[0]} from a backup; without it, what the run "
                 "has spent there is unknown"
             )
     return paths

@@ -116,10 +116,9 @@ def _explain_neutral(neutral: dict[str, Any] | None) -> str:
         )
     settings = ", ".join(f"{key} = {value}" for key, value in neutral["settings"].items())
     return (
-        f"Neutral settings ({settings or 'the defaults'}): after three rounds its model is "
-        f"{neutral['apart']:.2g} from {neutral['parent']}'s, and may be {neutral['allowed']:.2g} "
-        f"(tolerance = {neutral['tolerance']:g}, times the largest weight; 0 is bit for bit, 1e-13 "
-        "allows another order of the same sums)."
+        f"Neutral settings ({settings or 'the defaults'}): after three rounds, no weight differs "
+        f"from {neutral['parent']}'s by more than {neutral['apart']:.2g}; "
+        + (f"up to {neutral['allowed']:.2g} passes." if neutral["tolerance"] else "only 0 passes.")
     )
 
 
