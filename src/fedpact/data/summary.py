@@ -325,14 +325,6 @@ def _beside_categories(found: _Cells, own: Column) -> tuple[np.ndarray, str]:
     return unknown, f"not declared: {few}{more}{counted}: other words?"
 
 
-def summarise_table(
-    columns: Mapping[str, Cells], form: RecordForm, features: Sequence[str]
-) -> list[ColumnSummary]:
-    """Return what those of the features hold that a table has."""
-    here = [name for name in features if name in columns]
-    return [summarise_column(name, columns[name], form.of(name)) for name in here]
-
-
 def count_classes(y: Any, classes: Sequence[str]) -> dict[str, int]:
     """Return class -> number of records in y [n], the largest first."""
     counts = np.bincount(np.asarray(y, np.int64).reshape(-1), minlength=len(classes))

@@ -170,7 +170,7 @@ def approve(
         for problem in found.problems:
             out.print(f"It cannot start: {problem}", style="red", markup=False)
     else:
-        refuse([found])
+        refuse(found)
     state = approval.read_approvals(directory) if by is None else approval.approve(directory, by)
     names = ", ".join(state.names) or "nobody"
     more = f"; {state.missing} more to go, with --by NAME" if state.missing else ""
