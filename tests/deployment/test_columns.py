@@ -128,6 +128,11 @@ def begin(federate, tmp_path):
     return new
 
 
+def spent(node):
+    """The bound on ε of what a site's ledger has charged."""
+    return node.site._terms.epsilon_after(node.site.ledger.spent(node.site.run))
+
+
 def releases(node):
     lines = (node.directory / "ledger.jsonl").read_text().splitlines()
     entries = [e for e in map(json.loads, lines) if e.get("purpose") == ["columns moments"]]
@@ -167,9 +172,7 @@ def test_column_scales_are_released_once_as_in_simulation(begin, tmp_path, thres
     assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
     told = json.loads((there / "privacy.json").read_text())
     assert any("released once with noise" in line for line in told["covers"])
-    assert records[-1].epsilon == pytest.approx(
-        {node.site.name: node.site.cost.epsilon for node in run.nodes}
-    )
+    assert records[-1].epsilon == pytest.approx({node.site.name: spent(node) for node in run.nodes})
     # The server is started again: nothing is asked for a second time.
     run()
     assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
@@ -282,7 +285,7 @@ def test_crashed_site_pays_again_within_its_reservation(begin, spare, again):
     assert records[0].refused == ({} if spare else {node.site.name: "budget"})
     # It is told the others' constants, and trains.
     assert [record.refused for record in records[1:]] == [{}, {}]
-    assert node.site.cost.epsilon <= 2.0
+    assert spent(node) <= 2.0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store, StoreSlot
 from fedpact.privacy.ledger.receipt import receipt
+from fedpact.privacy.ledger.reservations import spend_of
 from fedpact.privacy.oracle import PrivateOracle
 from fedpact.simulation.secure_aggregation import client as site_module
 from fedpact.simulation.secure_aggregation import messages, transport
@@ -748,8 +749,10 @@ def test_shared_noise_matches_simulation_and_gives_both_epsilons(federation, tmp
     assert last.epsilon_alone == simulated.epsilon_alone
     assert min(last.epsilon_alone.values()) > max(last.epsilon.values())
     for node in nodes:
-        assert node.site.cost.epsilon == last.epsilon[node.site.name]
-        assert repr(last.epsilon_alone[node.site.name]) in node.site.cost.describe()
+        ledger = receipt(node.site.ledger.path)["runs"]
+        spent = spend_of(node.site.run, ledger)
+        assert spent["epsilon_spent"] == last.epsilon[node.site.name]
+        assert spent["epsilon_alone_spent"] == last.epsilon_alone[node.site.name]
 
 
 def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch):

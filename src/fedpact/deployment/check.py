@@ -58,13 +58,14 @@ _WORKBOOKS: Final = (".xlsx", ".xls", ".xlsm", ".ods")
 class SiteCheck:
     """The findings for a site's owner. problems: reasons why the site does not open; [] if it does.
 
-    remarks: points to look at. mends: lines for [columns] of site.toml that may mend it. reserved: whether the run is already reserved, so that records
-    cannot stop it any more. missing, unexpected: columns; renamed: missing column -> the file's
-    column that is probably meant. records: number in the file; used: number of valid ones.
-    left_out: (column or "", reason, count). size: the declared N_i, in `unit`s. epsilon, delta: of
-    the run; epsilon_before, epsilon_ever: of other runs, and the policy's limit for all. approvals:
-    number of signatures still required. evaluation: (ε, δ) for held-out records. rounds: of the
-    plan; steps: per round. seconds: per round on this machine, without the network.
+    remarks: points to look at. mends: lines for [columns] of site.toml that may mend it. reserved:
+    whether the run is already reserved, so that records cannot stop it any more. missing,
+    unexpected: columns; renamed: missing column -> the file's column that is probably meant.
+    records: number in the file; used: number of valid ones. left_out: (column or "", reason,
+    count). size: the declared N_i, in `unit`s. epsilon, delta: of the run; epsilon_before,
+    epsilon_ever: of other runs, and the policy's limit for all. approvals: number of signatures
+    still required. evaluation: (ε, δ) for held-out records. rounds: of the plan; steps: per round.
+    seconds: per round on this machine, without the network.
     """
 
     site: str
@@ -195,6 +196,11 @@ def _look_at_columns(
     else:
         try:
             columns, _ = read_columns(path)
+            if len(columns) == 1 < len(of.features):
+                raise DataError(
+                    f"data file {path}: its first line is {next(iter(columns))!r}: expected a "
+                    "header line that names each column; remove what is above it"
+                )
         except DataError as error:
             found.problems.append(str(error))
             copy = _convert(path, place)
@@ -216,7 +222,9 @@ def _convert(path: Path, place: Path) -> Path | None:
             table = pandas.read_excel(path, **as_text)
         elif path.suffix.lower() in _TEXT:
             content = path.read_bytes()
-            text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")
+            text = content.decode(
+                "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+            )
             table = _read_separated(text, as_text)
         else:
             return None

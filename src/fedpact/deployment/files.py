@@ -50,7 +50,10 @@ the records |
 
 To try it on one machine: `fedpact deploy up .`, and `fedpact deploy status .` in another terminal.
 
-On several machines: `fedpact deploy server DIRECTORY` on the server, and `fedpact deploy site
+On several machines, agree on `federation.toml` first: each site's `size` is public, a round number
+near what the site trains on.
+
+Then: `fedpact deploy server DIRECTORY` on the server, and `fedpact deploy site
 DIRECTORY` at each site; both can be stopped and restarted without loss. Before that, each site's
 owner reads `site.toml` and `policy.toml`, sets `records` to the site's records, checks them with
 `fedpact deploy check .`, reads what the site will release, and signs with
@@ -62,9 +65,12 @@ docs/how-to/operate-a-deployment.md.
 
 def federation(of: Federation) -> str:
     """Return federation.toml."""
-    members = "".join(
-        f'\n[sites."{name}"]\nsize = {member.size:g}\nkey = "{member.key}"\n'
-        for name, member in of.sites.items()
+    members = (
+        "\n# A site's size is public: a round number near what it trains on, not a count.\n"
+        + "".join(
+            f'\n[sites."{name}"]\nsize = {member.size:g}\nkey = "{member.key}"\n'
+            for name, member in of.sites.items()
+        )
     )
     patience, checks = of.patience, of.checks
     note = "the column that identifies a person; not a feature; sizes count persons if protected"
@@ -201,6 +207,8 @@ evaluation_delta_per_run = {0.delta!r}
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")
 
+_NAME = re.compile(r"\w[\w.-]{0,62}")
+
 _logger = logging.getLogger("fedpact")
 
 
@@ -208,12 +216,15 @@ _logger = logging.getLogger("fedpact")
 class Choices:
     """Settings of a deployment that a plan lacks. host, port: the server's address for sites.
 
+    names: the sites' names, () for the simulation's; sorted, as lists by site are.
+
     records: whether each site's directory gets its part of the plan's data set, for a trial.
     seeds, patience, checks: see Federation, which validates them.
     """
 
     host: str = "127.0.0.1"
     port: int = 8443
+    names: tuple[str, ...] = ()
     records: bool = True
     seeds: str = "secure"
     patience: Patience | Mapping[str, Any] = field(default_factory=Patience)
@@ -231,6 +242,7 @@ def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federatio
     address = _address(choices)
     check_deployable(plan)
     scene = SimulationSetup.of(plan)
+    _check_names(choices.names, len(scene.sites))
     if told := describe_undeclared_classes(plan, scene.dataset):
         _logger.warning("federation.toml is public: %s", told)
     directory.mkdir(parents=True, exist_ok=True)
@@ -258,6 +270,18 @@ def _address(choices: Choices) -> str:
     return f"{choices.host}:{choices.port}"
 
 
+def _check_names(names: tuple[str, ...], count: int) -> None:
+    """Raise PlanError for names that sites cannot have. () is allowed."""
+    if names and len({*names}) != count:
+        raise PlanError(f"the sites' names are {', '.join(names)}: expected {count}, each once")
+    for name in names:
+        if not _NAME.fullmatch(name) or name == "server":
+            raise PlanError(
+                f"a site's name is {name!r}: expected at most 63 letters, digits, '.', '-' and "
+                "'_', and not 'server'"
+            )
+
+
 def _write(
     directory: Path, plan: Plan, scene: SimulationSetup, choices: Choices, address: str
 ) -> Federation:
@@ -268,10 +292,14 @@ def _write(
     keys.write_authority(authority)
     keys.write_server_certificate(authority, server, choices.host)
     line = keys.write_signing_key(server / "server.key")
-    members = dict[str, Member]()
-    for site in scene.sites:
-        key = keys.write_signing_key(directory / "sites" / site.name / "site.key")
-        members[site.name] = Member(size=float(units(plan, site)), key=key)
+    names = sorted(choices.names) or [site.name for site in scene.sites]
+    members, parts = dict[str, Member](), dict[str, str]()
+    for name, site in zip(names, scene.sites, strict=True):
+        key = keys.write_signing_key(directory / "sites" / name / "site.key")
+        size = float(units(plan, site))
+        # The counts of the records at hand are nobody else's business.
+        members[name] = Member(size=size if choices.records else float(f"{size:.2g}"), key=key)
+        parts[name] = site.name
     shape = tuple(scene.raw.x.shape[1:])
     check_places(scene.dataset.name, plan.task.target.kind, scene.raw.y.numpy(), shape)
     told: dict[str, Any] = {
@@ -295,8 +323,10 @@ def _write(
     except ValidationError as error:
         raise plan_error(error, (), Federation) from None
     _write_server(server, scene)
-    for site in scene.sites:
-        _write_site(directory / "sites" / site.name, scene, site.name, choices.records)
+    terms = federation.terms(plan)
+    for name, part in parts.items():
+        site = directory / "sites" / name
+        _write_site(site, scene, terms[name], part, name, choices.records)
     for party in (server, *(directory / "sites" / name for name in members)):
         _write_shared(party, authority, plan, federation)
         for name, source in files.items():
@@ -394,8 +424,16 @@ def _write_server(server: Path, scene: SimulationSetup) -> None:
         np.savez(server / "test.npz", x=data.x_test.numpy(), y=_labels(scene, data.y_test))
 
 
-def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records: bool) -> None:
-    terms, plan = scene.terms[name], scene.plan
+def _write_site(
+    directory: Path,
+    scene: SimulationSetup,
+    terms: Terms,
+    of: str,
+    name: str,
+    with_records: bool,
+) -> None:
+    """Write a site's own files. of: the part of the plan's records that it gets for a trial."""
+    plan = scene.plan
     records = "records.npz" if with_records else "/path/to/records.csv"
     label = None if with_records else plan.label or "label"
     (directory / "site.toml").write_text(render_site_toml(name, records, label), encoding="utf-8")
@@ -405,8 +443,8 @@ def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records
     if with_records:
         part = scene.partition
         # With evaluations a site has all its records, and selects the held-out ones itself.
-        held = part.held_out[name] if scene.form.share else part.held_out[name][:0]
-        chosen = torch.from_numpy(np.sort(np.concatenate([part.train[name], held])))
+        held = part.held_out[of] if scene.form.share else part.held_out[of][:0]
+        chosen = torch.from_numpy(np.sort(np.concatenate([part.train[of], held])))
         x, y = scene.raw.x[chosen], scene.raw.y[chosen]
         with replacing(directory / "records.npz", private=True) as new, new.open("wb") as file:
             whose = scene.raw.person

@@ -11,7 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from fedpact.common.errors import DataError, InputError, PlanError
+from fedpact.common.errors import (
+    DataError,
+    FedpactError,
+    InputError,
+    PlanError,
+    TransportLost,
+)
 from fedpact.common.files import parse_errors, private_opener
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.federation import Federation
@@ -112,7 +118,8 @@ def run_all_parties(directory: Path) -> Path:
             time.sleep(0.5)
     run = directory / SERVER / "run"
     if not (run / "summary.json").exists():
-        raise PlanError(f"the server ended before its run: {last_log_lines(directory, SERVER)}")
+        how = describe_end(here.exit_code(SERVER))
+        raise PlanError(f"the server {how}, before its run: {last_log_lines(directory, SERVER)}")
     return run
 
 
@@ -146,6 +153,26 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
         else None,
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != SERVER},
     }
+
+
+def describe_end(code: int | None) -> str:
+    """Describe how a party's process ended, and what to do. code: see `Parties.exit_code`."""
+    again = "start it again: it continues"
+    if code is None or code == 0:
+        return "has ended"
+    if code == -signal.SIGKILL:
+        return (
+            f"was killed by SIGKILL, as the system does when memory is short: see `dmesg`, then "
+            f"{again}"
+        )
+    if code < 0 or code > 128:
+        name = signal.Signals(-code if code < 0 else code - 128).name
+        return f"was ended by {name}: {again}"
+    reasons = {
+        FedpactError.exit_code: "as its last line says; mend that, then start it again",
+        TransportLost.exit_code: f"as Flower's process was lost; {again}",
+    }
+    return f"has ended with code {code}, {reasons.get(code, 'by a fault of fedpact: see log.txt')}"
 
 
 def last_log_lines(directory: Path, name: str) -> str:

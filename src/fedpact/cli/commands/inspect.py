@@ -134,7 +134,8 @@ def print_check(found: SiteCheck) -> None:
     for remark in found.remarks:
         out.print(f"note: {remark}", markup=False)
     if found.mends:
-        out.print("lines for [columns] of site.toml that may mend this; read each of them:")
+        told = "lines for [columns] of site.toml that may mend this; read each of them:"
+        out.print(told, markup=False)
         for line in found.mends:
             out.print(f"  {line}", markup=False)
     for problem in found.problems:
