@@ -379,7 +379,15 @@ def test_a_file_without_records_is_one_problem(sites, tmp_path, content):
     table = tmp_path / "own.csv"
     table.write_bytes(content)
     _, (home,) = sites(table)
-    assert len(check_site(home).problems) >= 1
+    assert check_site(home).problems
+
+
+def test_a_workbook_that_cannot_be_read_is_one_problem(sites, tmp_path):
+    table = tmp_path / "own.xlsx"
+    table.write_bytes(b"PK\x03\x04")
+    _, (home,) = sites(table)
+    (told,) = check_site(home).problems
+    assert "read_excel" in told
 
 
 def test_cells_that_are_no_numbers_are_described(sites, tmp_path):
@@ -388,6 +396,16 @@ def test_cells_that_are_no_numbers_are_described(sites, tmp_path):
         row["age"] = f"2024-01-{int(row['age']) % 28 + 1:02}"
     _, (home,) = sites(write(tmp_path / "own.csv", found))
     remarks = " ".join(check_site(home).remarks)
+    # In the one form or the other: that is no other unit.
+    for row in found[::3]:
+        row["lactate"] = row["lactate"].replace(",", ".")
+    for row in found[1::3]:
+        row["lactate"] = row["lactate"].replace(",", ".")
+    write(tmp_path / "own.csv", found)
+    checked = check_site(home)
+    told = f"lactate: {len(found[2::3])} cells are no numbers: numbers with a decimal comma"
+    assert any(told in remark for remark in checked.remarks)
+    assert not checked.mends
     assert "lactate: text, declared as numbers: numbers with a decimal comma" in remarks
     assert "age: dates, declared as numbers: Write days since a fixed day" in remarks
 

@@ -9,7 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy import stats
-from tests.deployment.grid import FLOATS, NAMES, charged, forget, killed_before, stored
+from tests.deployment.grid import (
+    FLOATS,
+    NAMES,
+    bound_on_spent,
+    charged,
+    forget,
+    killed_before,
+    stored,
+)
 
 from fedpact.common.errors import DataError, PlanError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
@@ -382,7 +390,7 @@ def test_server_crash_after_asking_for_a_sum_starts_an_attempt(federation, monke
     assert [charged(node) for node in nodes] == [6, 6, 6]
     # What the server says is what the ledgers say.
     told = run.records[-1].epsilon
-    assert told == {node.site.name: node.site.cost.epsilon for node in nodes}
+    assert told == {node.site.name: bound_on_spent(node.site) for node in nodes}
 
 
 def test_a_late_site_is_in_the_next_sum(federation):

@@ -230,7 +230,7 @@ def _convert(path: Path, place: Path) -> Path | None:
             return None
     except UnicodeDecodeError:
         table = _read_separated(path.read_bytes().decode("cp1252", "replace"), as_text)
-    except (OSError, ValueError, ImportError):  # also what pandas says of a damaged file
+    except Exception:  # a damaged file, or no package that reads it, fails in a dozen ways
         return None
     copy = place / "records.csv"
     table.to_csv(copy, index=False)
@@ -292,10 +292,11 @@ def _summarise(name: str, cells: Cells, own: ValueRange) -> ColumnSummary:
     one = summarise_column(name, cells, own)
     if isinstance(own, Column) and own.categories is not None:
         return one
-    odd = np.isnan(to_numbers(cells)).nonzero()[0].tolist()
-    how = "Write days since a fixed day" if one.kind == "dates" else ""
-    how = how or describe_text([cells[row] for row in odd])
-    return replace(one, remark=f"{one.remark}: {how}") if how and one.remark else one
+    places = np.isnan(to_numbers(cells)).nonzero()[0].tolist()
+    odd = [cells[row] for row in places if not is_blank(cells[row])]
+    how = "Write days since a fixed day" if one.kind == "dates" else describe_text(odd)
+    what = f"{len(odd)} cells are no numbers" if one.kind == "numbers" else one.remark
+    return replace(one, remark=f"{what}: {how}") if how else one
 
 
 def _mend(

@@ -51,13 +51,11 @@ the records |
 To try it on one machine: `fedpact deploy up .`, and `fedpact deploy status .` in another terminal.
 
 On several machines, agree on `federation.toml` first: each site's `size` is public, a round number
-near what the site trains on.
-
-Then: `fedpact deploy server DIRECTORY` on the server, and `fedpact deploy site
-DIRECTORY` at each site; both can be stopped and restarted without loss. Before that, each site's
-owner reads `site.toml` and `policy.toml`, sets `records` to the site's records, checks them with
-`fedpact deploy check .`, reads what the site will release, and signs with
-`fedpact deploy approve . --by NAME`. Nothing is reserved or charged before all sites are ready.
+near what the site trains on. Then each site's owner reads `site.toml` and `policy.toml`, sets
+`records` to the site's records, checks them with `fedpact deploy check .`, reads what the site will
+release, and signs with `fedpact deploy approve . --by NAME`. To start: `fedpact deploy server
+DIRECTORY` on the server, and `fedpact deploy site DIRECTORY` at each site; both can be stopped and
+restarted without loss. Nothing is reserved or charged before all sites are ready.
 `federation.toml` and `plan.json` are the same everywhere. The guide is
 docs/how-to/operate-a-deployment.md.
 """
