@@ -189,7 +189,7 @@ def test_differing_columns_are_reported_together(sites, tmp_path):
     assert checked.used == 200
     assert "Missing: lactate (probably its 'blood_lactate')" in checked.problems[0]
     told = CliRunner().invoke(app, ["deploy", "check", str(home)])
-    assert "lactate (probably 'blood_lactate')" in told.output
+    assert "lactate (probably its 'blood_lactate')" in told.output
     assert "ignored: case" in told.output
     assert "cannot start" in told.output
 

@@ -51,7 +51,6 @@ from fedpact.simulation.machine import device_of
 _FEW: Final = 2  # a number of records that differs by this factor from the declared one is reported
 _WORDS: Final = 10  # with more words that are not declared, a column is no list of categories
 _TEXT: Final = (".csv", ".tsv", ".tab", ".txt")
-_WORKBOOKS: Final = (".xlsx", ".xls", ".xlsm", ".ods")
 
 
 @dataclass
@@ -213,52 +212,40 @@ def _look_at_columns(
 
 
 def _convert(path: Path, place: Path) -> Path | None:
-    """Write a copy of a table as CSV with commas and points; None if its form is unknown."""
+    """Write a copy of a text table as CSV with commas and points; None if that fails.
+
+    Columns are separated by what is most frequent, from the line on that has most of it.
+    """
     import pandas
 
-    as_text: Any = {"dtype": str, "keep_default_na": False}
-    try:
-        if path.suffix.lower() in _WORKBOOKS:
-            table = pandas.read_excel(path, **as_text)
-        elif path.suffix.lower() in _TEXT:
-            content = path.read_bytes()
-            text = content.decode(
-                "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
-            )
-            table = _read_separated(text, as_text)
-        else:
-            return None
-    except UnicodeDecodeError:
-        table = _read_separated(path.read_bytes().decode("cp1252", "replace"), as_text)
-    except Exception:  # a damaged file, or no package that reads it, fails in a dozen ways
+    if path.suffix.lower() not in _TEXT:
         return None
-    copy = place / "records.csv"
-    table.to_csv(copy, index=False)
-    return copy
-
-
-def _read_separated(text: str, as_text: Any) -> Any:
-    """Read a table by the separator that is the most frequent, from the line that has most."""
-    import pandas
-
-    lines = text.splitlines()[:20] or [""]
-    counts = {one: max((line.count(one) for line in lines), default=0) for one in ",;\t|"}
-    separator = max(counts, key=lambda one: counts[one])
-    header = next(k for k, line in enumerate(lines) if line.count(separator) == counts[separator])
-    table = pandas.read_csv(
-        io.StringIO(text), sep=separator, skiprows=header, on_bad_lines="skip", **as_text
+    try:
+        content = path.read_bytes()
+        text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")
+    except UnicodeDecodeError:
+        text = content.decode("cp1252", "replace")
+    lines = text.splitlines()[:20]
+    most, sep = max(
+        (max(map(str.count, lines, one * len(lines)), default=0), one) for one in ",;\t|"
     )
-    # If semicolons separate columns, commas are decimal points.
-    points = (r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2")
-    return table.replace(*points, regex=True) if separator == ";" else table
+    try:
+        header = next(k for k, line in enumerate(lines) if line.count(sep) == most)
+        given: Any = {"dtype": str, "keep_default_na": False, "on_bad_lines": "skip"}
+        table = pandas.read_csv(io.StringIO(text), sep=sep, skiprows=header, **given)
+    except (ValueError, StopIteration):  # also what pandas says of a damaged or empty file
+        return None
+    if sep == ";":  # then commas are decimal points
+        table = table.replace(r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2", regex=True)
+    table.to_csv(place / "records.csv", index=False)
+    return place / "records.csv"
 
 
 def _look_at_table(
     found: SiteCheck, path: Path, columns: dict[str, Cells], files: SiteFiles
 ) -> SiteFiles:
     settings, of = files.settings, files.federation
-    roles = [name for name in (settings.label, of.person) if name is not None]
-    wanted = [*of.features, *roles]
+    wanted = [*of.features, *(name for name in (settings.label, of.person) if name is not None)]
     sources = {name: own for name, own in settings.columns.items() if own.column in columns}
     mapped = {source.column for source in sources.values()}
     difference = ColumnDifference.of(

@@ -63,12 +63,9 @@ docs/how-to/operate-a-deployment.md.
 
 def federation(of: Federation) -> str:
     """Return federation.toml."""
-    members = (
-        "\n# A site's size is public: a round number near what it trains on, not a count.\n"
-        + "".join(
-            f'\n[sites."{name}"]\nsize = {member.size:g}\nkey = "{member.key}"\n'
-            for name, member in of.sites.items()
-        )
+    members = "".join(
+        f'\n[sites."{name}"]\nsize = {member.size:g}\nkey = "{member.key}"\n'
+        for name, member in of.sites.items()
     )
     patience, checks = of.patience, of.checks
     note = "the column that identifies a person; not a feature; sizes count persons if protected"
@@ -104,7 +101,9 @@ longest = {checks.longest:g}   # the largest distance of a reply, relative to th
 # clamp = true, values beyond them are set to them); vocabulary = 50 for words 0, ..., 49; or a
 # table [records.columns.NAME] with low and high, or categories. A site leaves out records that do
 # not fit, and names them only in its own log.
-{_records(of.records)}{_groups(of.groups)}{members}"""
+{_records(of.records)}{_groups(of.groups)}
+# A site's size is public: a round number near what it trains on, not a count.
+{members}"""
 
 
 def _groups(of: Grouping | None) -> str:
@@ -270,14 +269,12 @@ def _address(choices: Choices) -> str:
 
 def _check_names(names: tuple[str, ...], count: int) -> None:
     """Raise PlanError for names that sites cannot have. () is allowed."""
-    if names and len({*names}) != count:
-        raise PlanError(f"the sites' names are {', '.join(names)}: expected {count}, each once")
-    for name in names:
-        if not _NAME.fullmatch(name) or name == "server":
-            raise PlanError(
-                f"a site's name is {name!r}: expected at most 63 letters, digits, '.', '-' and "
-                "'_', and not 'server'"
-            )
+    good = [name for name in {*names} if _NAME.fullmatch(name) and name != "server"]
+    if names and not len(good) == len(names) == count:
+        raise PlanError(
+            f"the sites' names are {', '.join(map(repr, names))}: expected {count}, each once, of "
+            "at most 63 letters, digits, '.', '-' and '_', and none 'server'"
+        )
 
 
 def _write(

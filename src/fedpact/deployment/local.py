@@ -11,13 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from fedpact.common.errors import (
-    DataError,
-    FedpactError,
-    InputError,
-    PlanError,
-    TransportLost,
-)
+from fedpact.common.errors import DataError, FedpactError, InputError, PlanError, TransportLost
 from fedpact.common.files import parse_errors, private_opener
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.federation import Federation
@@ -158,21 +152,16 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
 def describe_end(code: int | None) -> str:
     """Describe how a party's process ended, and what to do. code: see `Parties.exit_code`."""
     again = "start it again: it continues"
-    if code is None or code == 0:
-        return "has ended"
-    if code == -signal.SIGKILL:
-        return (
-            f"was killed by SIGKILL, as the system does when memory is short: see `dmesg`, then "
-            f"{again}"
-        )
-    if code < 0 or code > 128:
-        name = signal.Signals(-code if code < 0 else code - 128).name
-        return f"was ended by {name}: {again}"
-    reasons = {
-        FedpactError.exit_code: "as its last line says; mend that, then start it again",
-        TransportLost.exit_code: f"as Flower's process was lost; {again}",
+    if code is not None and (code < 0 or code > 128):
+        number = -code if code < 0 else code - 128
+        memory = ", perhaps for want of memory (see `dmesg`)" * (number == signal.SIGKILL)
+        return f"was killed by {signal.Signals(number).name}{memory}: {again}"
+    told = {
+        FedpactError.exit_code: "with code 2: mend what its last line says, then start it again",
+        TransportLost.exit_code: f"with code 69, as Flower's process was lost: {again}",
+        1: "with code 1, a fault of fedpact: see log.txt",
     }
-    return f"has ended with code {code}, {reasons.get(code, 'by a fault of fedpact: see log.txt')}"
+    return f"has ended {told.get(code or 0, '')}".rstrip()
 
 
 def last_log_lines(directory: Path, name: str) -> str:

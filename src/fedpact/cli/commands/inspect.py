@@ -117,12 +117,6 @@ def print_check(found: SiteCheck) -> None:
     """Print a site's check."""
     out = plain_console()
     out.print(f"site {found.site}, run {found.run}: {found.file}", markup=False)
-    if found.missing:
-        told = [
-            f"{name} (probably {found.renamed[name]!r})" if name in found.renamed else name
-            for name in found.missing
-        ]
-        out.print(f"missing columns: {', '.join(told)}", markup=False)
     others = [name for name in found.unexpected if name not in found.renamed.values()]
     if others:
         out.print(f"undeclared columns, ignored: {', '.join(others)}", markup=False)
