@@ -11,7 +11,7 @@ from fedpact.cli.main import app
 from fedpact.common.errors import DataError, LedgerError
 from fedpact.common.format import upper
 from fedpact.common.run_folder import Folder
-from fedpact.deployment.receipts import per_person
+from fedpact.deployment.receipts import cost_per_person
 from fedpact.deployment.site import Site
 
 
@@ -134,9 +134,9 @@ def test_a_persons_cost_is_one_number_everywhere():
         return {"beside": beside, "epsilon_per_person": told}
 
     runs = {"a": of(None, 4.0, 13.0), "a/evaluation": of("a", 2.0, 6.0), "b": of(None, 5.0, 14.0)}
-    assert per_person(runs) == {"2": 6.0, "5": 19.0}
-    assert per_person({"a": of(None)}) is None
-    assert per_person({}) is None
+    assert cost_per_person(runs) == {"2": 6.0, "5": 19.0}
+    assert cost_per_person({"a": of(None)}) is None
+    assert cost_per_person({}) is None
 
 
 def test_a_receipt_has_the_persons_cost_that_show_prints(site, receipt):

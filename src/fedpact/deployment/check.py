@@ -220,17 +220,16 @@ def _convert(path: Path, place: Path) -> Path | None:
 
     if path.suffix.lower() not in _TEXT:
         return None
+    content = path.read_bytes() if path.is_file() else b""
     try:
-        content = path.read_bytes()
         text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")
     except UnicodeDecodeError:
         text = content.decode("cp1252", "replace")
     lines = text.splitlines()[:20]
-    most, sep = max(
-        (max(map(str.count, lines, one * len(lines)), default=0), one) for one in ",;\t|"
-    )
+    counts = {one: max((line.count(one) for line in lines), default=0) for one in ",;\t|"}
+    sep = max(counts, key=lambda one: (counts[one], one))
     try:
-        header = next(k for k, line in enumerate(lines) if line.count(sep) == most)
+        header = next(k for k, line in enumerate(lines) if line.count(sep) == counts[sep])
         given: Any = {"dtype": str, "keep_default_na": False, "on_bad_lines": "skip"}
         table = pandas.read_csv(io.StringIO(text), sep=sep, skiprows=header, **given)
     except (ValueError, StopIteration):  # also what pandas says of a damaged or empty file

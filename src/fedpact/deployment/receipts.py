@@ -48,13 +48,13 @@ def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
         version = about.data_version
     for other, spend in told["runs"].items():
         spend["purpose"] = about.purpose or None if (spend["beside"] or other) == run else None
-    told["epsilon_per_person"] = per_person(told["runs"])
+    told["epsilon_per_person"] = cost_per_person(told["runs"])
     told["data_set"] = {"name": name, "version": version or None}
     told["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     return told
 
 
-def per_person(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
+def cost_per_person(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
     """Return k -> ε of the costliest run for a person with k records; None if not by record.
 
     runs: of a receipt. A person's records may be in both the training and the held-out part of a

@@ -23,6 +23,8 @@ from fedpact.common.notebook import print_table
 if TYPE_CHECKING:
     from fedpact.common.messages import RoundRecord
     from fedpact.deployment import local
+    from fedpact.deployment.federation import Federation
+    from fedpact.plan import Plan
 
 Form = Literal["compose", "helm", "systemd", "flower"]
 
@@ -107,14 +109,21 @@ def init(
     federation = write_deployment(directory, plan, choices)
     if package is not None:
         write_package(directory, package, port)
+    _tell_next(directory, plan, federation, tries=records and host == "127.0.0.1", records=records)
+
+
+def _tell_next(
+    directory: Path, plan: Plan, federation: Federation, *, tries: bool, records: bool
+) -> None:
+    """Print what was written, and what is left to do. tries: whether `up` can try it here."""
     plain_console().print(
         f"{directory}: run {federation.run}, {counted(len(federation.sites), 'site')}, server at "
         f"{federation.address}. Read {directory / 'README.md'} next"
         + (
             f"; `fedpact deploy up {quote(str(directory))}` tries it on this machine."
-            if choices.records and host == "127.0.0.1"
+            if tries
             else "."
-            if choices.records
+            if records
             else ", and give every site its records (site.toml). Each size in federation.toml is "
             "public: correct it to a round number near what that site trains on."
         )

@@ -240,9 +240,9 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
 
 def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
     """Return what the costliest run reserved for a person with several records."""
-    from fedpact.deployment.receipts import per_person
+    from fedpact.deployment.receipts import cost_per_person
 
-    each = [found for ledger in receipts.values() if (found := per_person(ledger["runs"]))]
+    each = [found for ledger in receipts.values() if (found := cost_per_person(ledger["runs"]))]
     if not each:
         return ""
     most = {k: max(one[k] for one in each) for k in each[0]}
