@@ -203,3 +203,8 @@ def killed_before(run, number, monkeypatch):
     monkeypatch.setattr(Folder, "commit", die)
     with pytest.raises(KeyboardInterrupt):
         run()
+
+
+def bound_on_spent(site):
+    """The bound on ε of what a site has charged, as a server has it that asked as often."""
+    return site._terms.epsilon_after(site.ledger.spent(site.run))

@@ -1,5 +1,7 @@
 """A site opens once people have signed for what it will release; a change makes that void."""
 
+import json
+
 import pytest
 
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import InputError, PlanError, PolicyRefused
 from fedpact.common.format import upper
+from fedpact.common.run_folder import Folder
 from fedpact.deployment import keys
 from fedpact.deployment.approval import APPROVAL_FILE, approve, check_approved, read_approvals
 from fedpact.deployment.check import check_site
@@ -139,3 +142,12 @@ def test_up_asks_before_it_signs(deployment, monkeypatch, how, words):
     assert (done.exit_code == 0, bool(started)) == (agreed, agreed), done.output
     assert [bool(read_approvals(where).missing) for where in sites] == [not agreed] * len(sites)
     assert "What leaves it" in done.output
+
+
+@pytest.mark.parametrize("purpose", ["", "to find sick hearts"])
+def test_the_purpose_is_shown_before_it_is_approved(site_dir, purpose):
+    plan = Folder(site_dir).read_json("plan.json")
+    plan["about"]["purpose"] = purpose
+    (site_dir / "plan.json").write_text(json.dumps(plan))
+    told = CliRunner().invoke(app, ["deploy", "approve", str(site_dir)]).stdout
+    assert f"Purpose: {purpose or 'not stated'}" in told

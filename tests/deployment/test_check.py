@@ -182,10 +182,14 @@ def test_differing_columns_are_reported_together(sites, tmp_path):
     assert checked.missing == ("lactate",)
     assert checked.renamed == {"lactate": "blood_lactate"}
     assert checked.unexpected == ("case", "blood_lactate")
-    assert [one.name for one in checked.columns] == ["age", "sex", "lactate ('blood_lactate')"]
+    names = ["age", "lactate ('blood_lactate')", "sex", "out"]
+    assert [one.name for one in checked.columns] == names
+    assert checked.mends == ['lactate = "blood_lactate"']
+    # The records are looked at, too, as if that column were meant.
+    assert checked.used == 200
     assert "Missing: lactate (probably its 'blood_lactate')" in checked.problems[0]
     told = CliRunner().invoke(app, ["deploy", "check", str(home)])
-    assert "lactate (probably 'blood_lactate')" in told.output
+    assert "lactate (probably its 'blood_lactate')" in told.output
     assert "ignored: case" in told.output
     assert "cannot start" in told.output
 
@@ -196,6 +200,8 @@ def test_undeclared_words_are_named(sites, tmp_path):
     checked = check_site(home)
     assert any("'F' (100), 'M' (100): other words?" in remark for remark in checked.remarks)
     assert checked.left_out == [("sex", "is not one of its declared categories", 200)]
+    (line,) = checked.mends
+    assert 'values = { F = "female", M = "male" }' in line
 
 
 def test_the_cost_and_what_remains_are_the_owners(sites, tmp_path):
@@ -274,7 +280,8 @@ def test_up_checks_every_site_before_it_starts_any(sites, tmp_path, monkeypatch)
     monkeypatch.setattr(local.Parties, "start", None)
     told = CliRunner().invoke(app, ["deploy", "up", str(where)])
     assert isinstance(told.exception, FedpactError)
-    assert f"Site {homes[1].name}: 50 of 100 records" in str(told.exception)
+    assert f"{homes[1].name} cannot start" in str(told.exception)
+    assert "problem: 50 of 100 records" in told.output
     assert f"site {homes[0].name}: 200 of 200 records used" in told.output
     assert not list(where.glob("sites/*/ledger.jsonl"))
     monkeypatch.setattr(local.Parties, "start", lambda parties: {"server": 1})
@@ -308,3 +315,120 @@ def test_check_runs_while_the_site_is_open(sites, tmp_path):
     assert check_site(home).problems == []
     assert (home / "ledger.jsonl").read_bytes() == before
     node.site.close()
+
+
+def mended(home, found):
+    """The site's check once its owner has put in the proposed lines."""
+    add(home, "\n[columns]\n" + "\n".join(found.mends) + "\n")
+    return check_site(home)
+
+
+def test_one_check_shows_each_kind_of_fault(sites, tmp_path):
+    """Separator, a renamed column, words of the label, empty cells."""
+    words = {"n": "n", "y": "positive"}
+    found = [
+        {
+            "age": "" if k < 5 else row["age"],
+            "blood_lactate": row["lactate"].replace(".", ","),
+            "sex": row["sex"],
+            "out": words[row["out"]],
+        }
+        for k, row in enumerate(rows())
+    ]
+    path = write(tmp_path / "own.csv", found)
+    text = "\n".join(";".join(map(str, row.values())) for row in found)
+    path.write_text(";".join(found[0]) + "\n" + text + "\n")
+    _, (home,) = sites(path)
+    checked = check_site(home)
+    assert "separates columns by ';'" in checked.problems[0]
+    assert "Missing: lactate" in checked.problems[1]
+    assert "records are left out" in checked.problems[2]
+    positive = sum(row["out"] == "y" for row in rows())
+    assert ("out", "is not one of the 2 classes", positive) in checked.left_out
+    assert ("age", "is missing", 5) in checked.left_out
+    assert any(f"'positive' ({positive})" in remark for remark in checked.remarks)
+    # Nothing is left behind, and all is well once each was mended.
+    assert not list(home.glob("tmp*"))
+    write(path, [{**row, "blood_lactate": row["blood_lactate"].replace(",", ".")} for row in found])
+    after = mended(home, checked)
+    assert (after.problems, after.left_out) == ([], [("age", "is missing", 5)])
+
+
+@pytest.mark.parametrize("form", ["utf-16", "cp1252", "tab", "title", "twice", "tsv"])
+def test_a_table_of_another_form_is_looked_into(sites, tmp_path, form):
+    table = write(tmp_path / "own.csv", [{**row, "é": "ü"} for row in rows()])
+    text = table.read_text()
+    changed = {
+        "utf-16": text.encode("utf-16"),
+        "cp1252": text.encode("cp1252"),
+        "tab": text.replace(",", "\t").encode(),
+        "title": b"Our hospital\n\n" + text.encode(),
+        "twice": text.replace("é", "age").encode(),
+        "tsv": text.replace(",", "\t").encode(),
+    }[form]
+    table = table.with_suffix(".tsv") if form == "tsv" else table
+    table.write_bytes(changed)
+    _, (home,) = sites(table)
+    checked = check_site(home)
+    assert len(checked.problems) == 1
+    assert checked.used == 200
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\x00\x01\xff", b"age,lactate,sex,out\n"])
+def test_a_file_without_records_is_one_problem(sites, tmp_path, content):
+    table = tmp_path / "own.csv"
+    table.write_bytes(content)
+    _, (home,) = sites(table)
+    assert check_site(home).problems
+
+
+def test_a_workbook_that_cannot_be_read_is_one_problem(sites, tmp_path):
+    table = tmp_path / "own.xlsx"
+    table.write_bytes(b"PK\x03\x04")
+    _, (home,) = sites(table)
+    (told,) = check_site(home).problems
+    assert "read_excel" in told
+
+
+def test_cells_that_are_no_numbers_are_described(sites, tmp_path):
+    found = [{**row, "lactate": row["lactate"].replace(".", ",")} for row in rows()]
+    for row in found:
+        row["age"] = f"2024-01-{int(row['age']) % 28 + 1:02}"
+    _, (home,) = sites(write(tmp_path / "own.csv", found))
+    remarks = " ".join(check_site(home).remarks)
+    # In the one form or the other: that is no other unit.
+    for row in found[::3]:
+        row["lactate"] = row["lactate"].replace(",", ".")
+    for row in found[1::3]:
+        row["lactate"] = row["lactate"].replace(",", ".")
+    write(tmp_path / "own.csv", found)
+    checked = check_site(home)
+    told = f"lactate: {len(found[2::3])} cells are no numbers: numbers with a decimal comma"
+    assert any(told in remark for remark in checked.remarks)
+    assert not checked.mends
+    assert "lactate: text, declared as numbers: numbers with a decimal comma" in remarks
+    assert "age: dates, declared as numbers: Write days since a fixed day" in remarks
+
+
+def test_two_sites_with_one_file_are_told(sites, tmp_path):
+    table = write(tmp_path / "own.csv", rows())
+    where, _ = sites(table, table)
+    told = CliRunner().invoke(app, ["deploy", "check", str(where)])
+    assert "site site-00 reads the same file" in told.stdout
+
+
+def test_another_sites_key_is_a_problem(sites, tmp_path):
+    table = write(tmp_path / "own.csv", rows())
+    _, (first, second) = sites(table, table)
+    shutil.copyfile(first / "site.key", second / "site.key")
+    assert any("site.key is not the key" in problem for problem in check_site(second).problems)
+
+
+def test_a_check_is_printed_whole_to_one_stream(sites, tmp_path):
+    _, (home,) = sites(spoiled(tmp_path / "own.csv", 50))
+    told = CliRunner().invoke(app, ["deploy", "check", str(home)])
+    assert told.exit_code == FedpactError.exit_code
+    assert "problem: 50 of 100 records" in told.stdout
+    assert told.stderr == ""
+    told = CliRunner().invoke(app, ["deploy", "check", str(home), "--json"])
+    assert json.loads(told.stdout)["sites"][home.name]["problems"]

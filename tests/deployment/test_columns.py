@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
 import torch
 from safetensors.torch import load_file
-from tests.deployment.grid import NAMES, Node, Run, charged
+from tests.deployment.grid import NAMES, Node, Run, bound_on_spent, charged
 
 from fedpact.api import load
 from fedpact.common.errors import DataError, PlanError
@@ -168,7 +168,7 @@ def test_column_scales_are_released_once_as_in_simulation(begin, tmp_path, thres
     told = json.loads((there / "privacy.json").read_text())
     assert any("released once with noise" in line for line in told["covers"])
     assert records[-1].epsilon == pytest.approx(
-        {node.site.name: node.site.cost.epsilon for node in run.nodes}
+        {node.site.name: bound_on_spent(node.site) for node in run.nodes}
     )
     # The server is started again: nothing is asked for a second time.
     run()
@@ -282,7 +282,7 @@ def test_crashed_site_pays_again_within_its_reservation(begin, spare, again):
     assert records[0].refused == ({} if spare else {node.site.name: "budget"})
     # It is told the others' constants, and trains.
     assert [record.refused for record in records[1:]] == [{}, {}]
-    assert node.site.cost.epsilon <= 2.0
+    assert bound_on_spent(node.site) <= 2.0
 
 
 @pytest.mark.parametrize(

@@ -371,3 +371,9 @@ def test_built_wheel_runs_a_federation(tmp_path, flower):
         assert done.returncode == 0, done.stderr
     assert (where / "deploy.lock").exists()
     assert "round 1" in done.stdout
+
+
+def test_systemd_installs_what_the_lock_file_has(packaged):
+    where = packaged("systemd")
+    assert "--require-hashes -r deploy.lock" in (where / "README.md").read_text()
+    assert (where / "deploy.lock").exists()

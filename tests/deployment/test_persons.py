@@ -49,7 +49,6 @@ def test_a_site_counts_samples_and_promises_persons(of_persons):
     assert federation.person == "person"
     simulated = next(site for site in SimulationSetup.of(plan).sites if site.name == "site-00")
     with Site(directory) as site:
-        assert "add/remove one person" in site.cost.describe()
         site.take_part()
         # As a simulation has them: the same records of the same persons, under the same numbers.
         held = site._records(Task("run", 1, "fedavg", {}, {}))

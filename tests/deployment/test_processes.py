@@ -74,10 +74,21 @@ def test_waiting_ends_when_no_site_is_left(deployment, monkeypatch, capsys):
     monkeypatch.setattr("fedpact.cli.commands.deploy._POLL_SECONDS", 0)
     (deployment / "sites" / "site-00" / "log.txt").write_text("refused\n")
     with pytest.raises(FedpactError, match="every site has stopped, for the reasons above"):
-        _follow(deployment, SimpleNamespace(runs=runs))
-    assert "site-00 has ended: refused" in capsys.readouterr().out
-    with pytest.raises(FedpactError, match="server ended before the run did"):
-        _follow(deployment, SimpleNamespace(runs=lambda name: name != "server"))
+        _follow(deployment, SimpleNamespace(runs=runs, exit_code=lambda name: 2))
+    told = capsys.readouterr().out
+    assert "site-00 has ended with code 2" in told
+    assert "its last line: refused" in told
+    killed = SimpleNamespace(runs=lambda name: name != "server", exit_code=lambda name: -9)
+    with pytest.raises(FedpactError, match="the server was killed by SIGKILL"):
+        _follow(deployment, killed)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(-9, "memory"), (-15, "SIGTERM"), (143, "SIGTERM"), (2, "mend"), (69, "Flower"), (1, "log")],
+)
+def test_the_end_of_a_process_is_told_by_its_code(code, words):
+    assert words in local.describe_end(code)
 
 
 @pytest.mark.parametrize("name", ["server", "sites/site-00"])

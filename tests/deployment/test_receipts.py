@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, LedgerError
+from fedpact.common.format import upper
 from fedpact.common.run_folder import Folder
+from fedpact.deployment.receipts import cost_per_person
 from fedpact.deployment.site import Site
 
 
@@ -122,3 +124,21 @@ def test_ledger_elsewhere_is_found_but_several_are_unsigned(deployment, site, tm
         run("verify", tmp_path / "all.json")
     with pytest.raises(LedgerError, match="--federation"):
         run("verify", tmp_path / "elsewhere.jsonl", "--federation", site / "federation.toml")
+
+
+def test_a_persons_cost_is_one_number_everywhere():
+    """In words and in the receipt: a run and its evaluations add up, the costliest run counts."""
+
+    def of(beside, *costs):
+        told = None if not costs else dict(zip(("2", "5"), costs, strict=True))
+        return {"beside": beside, "epsilon_per_person": told}
+
+    runs = {"a": of(None, 4.0, 13.0), "a/evaluation": of("a", 2.0, 6.0), "b": of(None, 5.0, 14.0)}
+    assert cost_per_person(runs) == {"2": 6.0, "5": 19.0}
+    assert cost_per_person({"a": of(None)}) is None
+    assert cost_per_person({}) is None
+
+
+def test_a_receipt_has_the_persons_cost_that_show_prints(site, receipt):
+    (told,) = json.loads(receipt.read_text()).values()
+    assert f"at most ε = {upper(told['epsilon_per_person']['5'])} (" in run("show", site)

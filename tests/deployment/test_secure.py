@@ -9,7 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy import stats
-from tests.deployment.grid import FLOATS, NAMES, charged, forget, killed_before, stored
+from tests.deployment.grid import (
+    FLOATS,
+    NAMES,
+    bound_on_spent,
+    charged,
+    forget,
+    killed_before,
+    stored,
+)
 
 from fedpact.common.errors import DataError, PlanError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
@@ -20,6 +28,7 @@ from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store, StoreSlot
 from fedpact.privacy.ledger.receipt import receipt
+from fedpact.privacy.ledger.reservations import spend_of
 from fedpact.privacy.oracle import PrivateOracle
 from fedpact.simulation.secure_aggregation import client as site_module
 from fedpact.simulation.secure_aggregation import messages, transport
@@ -381,7 +390,7 @@ def test_server_crash_after_asking_for_a_sum_starts_an_attempt(federation, monke
     assert [charged(node) for node in nodes] == [6, 6, 6]
     # What the server says is what the ledgers say.
     told = run.records[-1].epsilon
-    assert told == {node.site.name: node.site.cost.epsilon for node in nodes}
+    assert told == {node.site.name: bound_on_spent(node.site) for node in nodes}
 
 
 def test_a_late_site_is_in_the_next_sum(federation):
@@ -748,8 +757,10 @@ def test_shared_noise_matches_simulation_and_gives_both_epsilons(federation, tmp
     assert last.epsilon_alone == simulated.epsilon_alone
     assert min(last.epsilon_alone.values()) > max(last.epsilon.values())
     for node in nodes:
-        assert node.site.cost.epsilon == last.epsilon[node.site.name]
-        assert repr(last.epsilon_alone[node.site.name]) in node.site.cost.describe()
+        ledger = receipt(node.site.ledger.path)["runs"]
+        spent = spend_of(node.site.run, ledger)
+        assert spent["epsilon_spent"] == last.epsilon[node.site.name]
+        assert spent["epsilon_alone_spent"] == last.epsilon_alone[node.site.name]
 
 
 def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch):

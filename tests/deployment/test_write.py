@@ -304,3 +304,38 @@ def test_invalid_keys_are_reported_separately(written, tmp_path):
         keys.read_private_key(tmp_path / "key")
     with pytest.raises(InputError, match="not an OpenSSH public key"):
         keys.public_key("ssh-rsa nonsense")
+
+
+def test_without_records_no_count_is_published(make, tmp_path):
+    """A declared size has two digits, and a policy is for what federation.toml declares."""
+    exact = Federation.read(make(tmp_path / "a") / "server" / "federation.toml")
+    where = make(tmp_path / "b", {"records": False})
+    rounded = Federation.read(where / "server" / "federation.toml")
+    for name, member in rounded.sites.items():
+        assert member.size == float(f"{exact.sites[name].size:.2g}")
+    terms = rounded.terms(read_plan(where / "server" / "plan.json"))
+    for name, own in terms.items():
+        allowed = Policy.read(where / "sites" / name / "policy.toml")
+        assert allowed.smallest_sigma <= min(own.releases.values())
+
+
+def test_sites_have_the_names_that_were_chosen(tmp_path):
+    command = ["deploy", "init", str(tmp_path / "d"), "--set", "rounds=2"]
+    done = CliRunner().invoke(app, [*command, "--name", "south", "--name", "north"])
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "d" / "sites").iterdir()) == ["north", "south"]
+    assert Federation.read(tmp_path / "d" / "server" / "federation.toml").names == (
+        "north",
+        "south",
+    )
+    with Site(tmp_path / "d" / "sites" / "north") as site:
+        assert site.name == "north"
+    assert "No purpose is stated" in done.stdout
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a/b", "c"), ("server", "c"), ("", "c")])
+def test_names_that_sites_cannot_have_are_refused(tmp_path, names):
+    given = [part for name in names for part in ("--name", name)]
+    done = CliRunner().invoke(app, ["deploy", "init", str(tmp_path / "d"), *given])
+    assert isinstance(done.exception, PlanError)
+    assert not list((tmp_path / "d").glob("*"))

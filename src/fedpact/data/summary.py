@@ -6,7 +6,7 @@ sharing it is a release.
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -326,14 +326,6 @@ def _beside_categories(found: _Cells, own: Column) -> tuple[np.ndarray, str]:
     more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
     counted = "" if own.other is None else f", which count as {own.other!r}"
     return unknown, f"not declared: {few}{more}{counted}: other words?"
-
-
-def summarise_table(
-    columns: Mapping[str, Cells], form: RecordForm, features: Sequence[str]
-) -> list[ColumnSummary]:
-    """Return what those of the features hold that a table has."""
-    here = [name for name in features if name in columns]
-    return [summarise_column(name, columns[name], form.of(name)) for name in here]
 
 
 def count_classes(y: Any, classes: Sequence[str]) -> dict[str, int]:

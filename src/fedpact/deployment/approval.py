@@ -151,6 +151,7 @@ def describe(site: Path) -> str:
             f"Site {files.name} will take part in run {federation.run}: {plan.algorithm}, at "
             f"most {counted(plan.rounds, 'round')}, with "
             f"{counted(len(federation.sites), 'site')} in all.",
+            f"Purpose: {plan.about.purpose or 'not stated (about.purpose of the plan)'}",
             "",
             "What leaves it:",
             *(f"- {line}" for line in _released(plan, terms)),

@@ -4,29 +4,42 @@ It reads the site's own files and reserves, charges and sends nothing. Its figur
 unprotected, for the owner alone.
 """
 
+import io
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from fedpact.common.errors import FedpactError, PolicyRefused
-from fedpact.common.format import counted
-from fedpact.data.cells import read_columns, read_npz
-from fedpact.data.columns import ColumnDifference
-from fedpact.data.schema import RecordForm
+import numpy as np
+
+from fedpact.common.errors import DataError, FedpactError, PolicyRefused
+from fedpact.common.format import counted, percent, toml, toml_key
+from fedpact.data.cells import (
+    Cells,
+    find_named,
+    is_blank,
+    read_columns,
+    read_npz,
+    text_of,
+    to_numbers,
+)
+from fedpact.data.columns import ColumnDifference, FileColumn, declared_columns
+from fedpact.data.schema import Column, ValueRange
 from fedpact.data.summary import (
     ColumnSummary,
     count_classes,
+    describe_text,
     summarise_array,
     summarise_column,
-    summarise_table,
 )
 from fedpact.deployment.approval import read_approvals
-from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower.credentials import check_site_keys
 from fedpact.deployment.site import has_reserved
-from fedpact.deployment.site_records import Own, SiteFiles, SiteSettings, own_records
+from fedpact.deployment.site_records import Own, SiteFiles, own_records
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.receipt import receipt
@@ -36,19 +49,22 @@ from fedpact.privacy.terms import Terms
 from fedpact.simulation.machine import device_of
 
 _FEW: Final = 2  # a number of records that differs by this factor from the declared one is reported
+_WORDS: Final = 10  # with more words that are not declared, a column is no list of categories
+_TEXT: Final = (".csv", ".tsv", ".tab", ".txt")
 
 
 @dataclass
 class SiteCheck:
     """The findings for a site's owner. problems: reasons why the site does not open; [] if it does.
 
-    remarks: points to look at. reserved: whether the run is already reserved, so that records
-    cannot stop it any more. missing, unexpected: columns; renamed: missing column -> the file's
-    column that is probably meant. records: number in the file; used: number of valid ones.
-    left_out: (column or "", reason, count). size: the declared N_i, in `unit`s. epsilon, delta: of
-    the run; epsilon_before, epsilon_ever: of other runs, and the policy's limit for all. approvals:
-    number of signatures still required. evaluation: (ε, δ) for held-out records. rounds: of the
-    plan; steps: per round. seconds: per round on this machine, without the network.
+    remarks: points to look at. mends: lines for [columns] of site.toml that may mend it. reserved:
+    whether the run is already reserved, so that records cannot stop it any more. missing,
+    unexpected: columns; renamed: missing column -> the file's column that is probably meant.
+    records: number in the file; used: number of valid ones. left_out: (column or "", reason,
+    count). size: the declared N_i, in `unit`s. epsilon, delta: of the run; epsilon_before,
+    epsilon_ever: of other runs, and the policy's limit for all. approvals: number of signatures
+    still required. evaluation: (ε, δ) for held-out records. rounds: of the plan; steps: per round.
+    seconds: per round on this machine, without the network.
     """
 
     site: str
@@ -60,6 +76,7 @@ class SiteCheck:
     approvals: int = 0
     problems: list[str] = field(default_factory=list[str])
     remarks: list[str] = field(default_factory=list[str])
+    mends: list[str] = field(default_factory=list[str])
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     renamed: dict[str, str] = field(default_factory=dict[str, str])
@@ -101,6 +118,8 @@ def check_site(directory: Path) -> SiteCheck:
     )
     with _noted(found):
         terms = files.terms
+        with _noted(found):
+            check_site_keys(directory, federation, settings.name)
         found.approvals = read_approvals(directory).missing
         if found.approvals:
             people = counted(found.approvals, "more approval")
@@ -110,10 +129,12 @@ def check_site(directory: Path) -> SiteCheck:
             )
         with _noted(found):
             _count_cost(found, files, terms)
-        _look_at_columns(found, path, files)
-        own = own_records(files)
-        _look_at_records(found, own, files)
-        found.seconds = _time_round(files, terms, own)
+        with TemporaryDirectory(dir=directory) as place:
+            readable = _look_at_columns(found, path, files, Path(place))
+            if readable is not None:
+                own = own_records(readable)
+                _look_at_records(found, own, files)
+                found.seconds = _time_round(files, terms, own)
     return found
 
 
@@ -153,13 +174,17 @@ def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
         found.problems.append(f"policy.toml does not allow the run: {error}")
 
 
-def _look_at_columns(found: SiteCheck, path: Path, files: SiteFiles) -> None:
-    """Add a summary of the file's columns with their declaration."""
+def _look_at_columns(
+    found: SiteCheck, path: Path, files: SiteFiles, place: Path
+) -> SiteFiles | None:
+    """Add a summary of the columns, and return the files by which records can be read.
+
+    These name a copy in `place` if the table has another form, and the columns that are probably
+    meant. So one check shows the faults of the records, too. None: they cannot be read.
+    """
     of = files.federation
     form = of.describe_labels(files.plan)
-    if path.suffix.lower() in (".csv", ".parquet"):
-        _look_at_table(found, path, files.settings, of, form)
-    else:
+    if path.suffix.lower() == ".npz":
         features = of.columns(files.plan)
         x = read_npz(path)["x"]
         found.columns = summarise_array(x, form.by_place(of.features) if of.features else form)
@@ -167,37 +192,129 @@ def _look_at_columns(found: SiteCheck, path: Path, files: SiteFiles) -> None:
             found.columns = [
                 replace(one, name=name) for name, one in zip(features, found.columns, strict=True)
             ]
+    else:
+        try:
+            columns, _ = read_columns(path)
+            if len(columns) == 1 < len(of.features):
+                raise DataError(
+                    f"data file {path}: its first line is {next(iter(columns))!r}: expected a "
+                    "header line that names each column; remove what is above it"
+                )
+        except DataError as error:
+            found.problems.append(str(error))
+            copy = _convert(path, place)
+            if copy is None:
+                return None
+            path, (columns, _) = copy, read_columns(copy)
+        files = _look_at_table(found, path, columns, files)
     found.remarks += [f"column {one.name}: {one.remark}" for one in found.columns if one.remark]
+    return None if set(found.missing) - {*found.renamed} else files
+
+
+def _convert(path: Path, place: Path) -> Path | None:
+    """Write a copy of a text table as CSV with commas and points; None if that fails.
+
+    Columns are separated by what is most frequent, from the line on that has most of it.
+    """
+    import pandas
+
+    if path.suffix.lower() not in _TEXT:
+        return None
+    content = path.read_bytes() if path.is_file() else b""
+    try:
+        text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")
+    except UnicodeDecodeError:
+        text = content.decode("cp1252", "replace")
+    lines = text.splitlines()[:20]
+    counts = {one: max((line.count(one) for line in lines), default=0) for one in ",;\t|"}
+    sep = max(counts, key=lambda one: (counts[one], one))
+    try:
+        header = next(k for k, line in enumerate(lines) if line.count(sep) == counts[sep])
+        given: Any = {"dtype": str, "keep_default_na": False, "on_bad_lines": "skip"}
+        table = pandas.read_csv(io.StringIO(text), sep=sep, skiprows=header, **given)
+    except (ValueError, StopIteration):  # also what pandas says of a damaged or empty file
+        return None
+    if sep == ";":  # then commas are decimal points
+        table = table.replace(r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2", regex=True)
+    table.to_csv(place / "records.csv", index=False)
+    return place / "records.csv"
 
 
 def _look_at_table(
-    found: SiteCheck, path: Path, settings: SiteSettings, of: Federation, form: RecordForm
-) -> None:
-    columns, _ = read_columns(path)
-    sources = settings.columns
-    roles = [name for name in (settings.label, of.person) if name is not None]
-    wanted = [*of.features, *roles]
+    found: SiteCheck, path: Path, columns: dict[str, Cells], files: SiteFiles
+) -> SiteFiles:
+    settings, of = files.settings, files.federation
+    wanted = [*of.features, *(name for name in (settings.label, of.person) if name is not None)]
+    sources = {name: own for name, own in settings.columns.items() if own.column in columns}
     mapped = {source.column for source in sources.values()}
     difference = ColumnDifference.of(
         [name for name in wanted if name not in sources],
         [name for name in columns if name not in mapped],
     )
     found.missing, found.renamed = difference.missing, dict(difference.renamed)
-    found.unexpected = difference.unexpected if of.features else ()
-    here = {
-        name: sources[name].convert(columns[sources[name].column])
-        if name in sources
-        else columns[name]
-        for name in wanted
-        if name in columns or (name in sources and sources[name].column in columns)
-    }
-    found.columns = summarise_table(here, form, of.features)
-    # A renamed column may also be in another unit: report both at once.
-    found.columns += [
-        summarise_column(f"{name} ({other!r})", columns[other], form.of(name))
-        for name, other in found.renamed.items()
-        if name in of.features
-    ]
+    if of.features:
+        found.unexpected = difference.unexpected
+        with _noted(found):
+            declared_columns(f"data file {found.file}", columns, wanted, settings.columns)
+    sources |= {name: FileColumn(column=other) for name, other in difference.renamed.items()}
+    declared = {name: of.records.of(name) for name in of.features}
+    if settings.label is not None and files.plan.task.target.kind == "class":
+        declared[settings.label] = Column(categories=[*of.classes])
+    for name, own in declared.items():
+        if name not in sources and name not in columns:
+            continue
+        source = sources.get(name, FileColumn(column=name))
+        cells = source.convert(columns[source.column])
+        guessed = name in found.renamed
+        one = _summarise(f"{name} ({source.column!r})" if guessed else name, cells, own)
+        found.columns.append(one)
+        found.mends += _mend(name, source, cells, own, one.remark, guessed=guessed)
+    # Only entries that can be used: the others are problems already.
+    changed = {"records": str(path.absolute()), "columns": sources}
+    return replace(files, settings=settings.model_copy(update=changed))
+
+
+def _summarise(name: str, cells: Cells, own: ValueRange) -> ColumnSummary:
+    one = summarise_column(name, cells, own)
+    if isinstance(own, Column) and own.categories is not None:
+        return one
+    places = np.isnan(to_numbers(cells)).nonzero()[0].tolist()
+    odd = [cells[row] for row in places if not is_blank(cells[row])]
+    how = "Write days since a fixed day" if one.kind == "dates" else describe_text(odd)
+    what = f"{len(odd)} cells are no numbers" if one.kind == "numbers" else one.remark
+    return replace(one, remark=f"{what}: {how}") if how else one
+
+
+def _mend(
+    name: str, source: FileColumn, cells: Cells, own: ValueRange, remark: str, *, guessed: bool
+) -> Sequence[str]:
+    """Return the line for [columns] of site.toml that may mend a column, if any."""
+    told, why = dict[str, Any](), ""
+    names = own.names if isinstance(own, Column) and own.other is None else None
+    if names is not None:
+        place = dict.fromkeys(names, True)
+        seen = Counter(text_of(cell) for cell in cells if not is_blank(cell))
+        foreign = [word for word in seen if not find_named(word, place, False)]
+        unseen = [name for name in names if name not in seen]
+        if 0 < len(foreign) <= _WORDS:
+            words = {word: _word_for(word, unseen, alone=len(foreign) == 1) for word in foreign}
+            told["values"] = {**source.values, **words}
+            why = f"   # each is one of {', '.join(names)}: correct this"
+    elif "unit?" in remark and not source.scaled:
+        told["factor"] = 1.0
+        why = "   # from the file's unit to the declared one: correct this"
+    if not (told or guessed):
+        return []
+    value = {"column": source.column, **told} if told else source.column
+    return [f"{toml_key(name)} = {toml(value)}{why}"]
+
+
+def _word_for(word: str, names: Sequence[str], *, alone: bool) -> str:
+    """Return which of the names a word probably means, "..." if none."""
+    small = word.casefold()
+    alike = [n for n in names if n.casefold().startswith(small) or small.startswith(n.casefold())]
+    alike = alike or (list(names) if alone else [])
+    return alike[0] if len(alike) == 1 else "..."
 
 
 def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
@@ -216,10 +333,14 @@ def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
             f"{count:,} {found.unit}s are used, but federation.toml declares {found.size:g}: sums "
             "are divided by the declared number"
         )
-    if found.reserved:
-        return
-    with _noted(found):
-        own.check(files.settings)
+    most = files.settings.most_left_out
+    if own.left_out > most and not found.reserved:
+        found.problems.append(
+            f"{found.records - found.used:,} of {found.records:,} records are left out, "
+            f"{percent(own.left_out)}, and most_left_out in site.toml allows {percent(most)}: "
+            "correct the file or [columns] of site.toml, have the federation declare `fill` for "
+            "columns with missing cells, or increase most_left_out"
+        )
 
 
 def _time_round(files: SiteFiles, terms: Terms, own: Own) -> float | None:

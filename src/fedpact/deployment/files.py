@@ -50,11 +50,12 @@ the records |
 
 To try it on one machine: `fedpact deploy up .`, and `fedpact deploy status .` in another terminal.
 
-On several machines: `fedpact deploy server DIRECTORY` on the server, and `fedpact deploy site
-DIRECTORY` at each site; both can be stopped and restarted without loss. Before that, each site's
-owner reads `site.toml` and `policy.toml`, sets `records` to the site's records, checks them with
-`fedpact deploy check .`, reads what the site will release, and signs with
-`fedpact deploy approve . --by NAME`. Nothing is reserved or charged before all sites are ready.
+On several machines, agree on `federation.toml` first: each site's `size` is public, a round number
+near what the site trains on. Then each site's owner reads `site.toml` and `policy.toml`, sets
+`records` to the site's records, checks them with `fedpact deploy check .`, reads what the site will
+release, and signs with `fedpact deploy approve . --by NAME`. To start: `fedpact deploy server
+DIRECTORY` on the server, and `fedpact deploy site DIRECTORY` at each site; both can be stopped and
+restarted without loss. Nothing is reserved or charged before all sites are ready.
 `federation.toml` and `plan.json` are the same everywhere. The guide is
 docs/how-to/operate-a-deployment.md.
 """
@@ -100,7 +101,9 @@ longest = {checks.longest:g}   # the largest distance of a reply, relative to th
 # clamp = true, values beyond them are set to them); vocabulary = 50 for words 0, ..., 49; or a
 # table [records.columns.NAME] with low and high, or categories. A site leaves out records that do
 # not fit, and names them only in its own log.
-{_records(of.records)}{_groups(of.groups)}{members}"""
+{_records(of.records)}{_groups(of.groups)}
+# A site's size is public: a round number near what it trains on, not a count.
+{members}"""
 
 
 def _groups(of: Grouping | None) -> str:
@@ -201,6 +204,8 @@ evaluation_delta_per_run = {0.delta!r}
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")
 
+_NAME = re.compile(r"\w[\w.-]{0,62}")
+
 _logger = logging.getLogger("fedpact")
 
 
@@ -208,12 +213,15 @@ _logger = logging.getLogger("fedpact")
 class Choices:
     """Settings of a deployment that a plan lacks. host, port: the server's address for sites.
 
+    names: the sites' names, () for the simulation's; sorted, as lists by site are.
+
     records: whether each site's directory gets its part of the plan's data set, for a trial.
     seeds, patience, checks: see Federation, which validates them.
     """
 
     host: str = "127.0.0.1"
     port: int = 8443
+    names: tuple[str, ...] = ()
     records: bool = True
     seeds: str = "secure"
     patience: Patience | Mapping[str, Any] = field(default_factory=Patience)
@@ -231,6 +239,7 @@ def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federatio
     address = _address(choices)
     check_deployable(plan)
     scene = SimulationSetup.of(plan)
+    _check_names(choices.names, len(scene.sites))
     if told := describe_undeclared_classes(plan, scene.dataset):
         _logger.warning("federation.toml is public: %s", told)
     directory.mkdir(parents=True, exist_ok=True)
@@ -258,6 +267,16 @@ def _address(choices: Choices) -> str:
     return f"{choices.host}:{choices.port}"
 
 
+def _check_names(names: tuple[str, ...], count: int) -> None:
+    """Raise PlanError for names that sites cannot have. () is allowed."""
+    good = [name for name in {*names} if _NAME.fullmatch(name) and name != "server"]
+    if names and not len(good) == len(names) == count:
+        raise PlanError(
+            f"the sites' names are {', '.join(map(repr, names))}: expected {count}, each once, of "
+            "at most 63 letters, digits, '.', '-' and '_', and none 'server'"
+        )
+
+
 def _write(
     directory: Path, plan: Plan, scene: SimulationSetup, choices: Choices, address: str
 ) -> Federation:
@@ -268,11 +287,15 @@ def _write(
     keys.write_authority(authority)
     keys.write_server_certificate(authority, server, choices.host)
     line = keys.write_signing_key(server / "server.key")
-    members = dict[str, Member]()
-    places = {site.name: directory / "sites" / safe_name(site.name) for site in scene.sites}
-    for site in scene.sites:
-        key = keys.write_signing_key(places[site.name] / "site.key")
-        members[site.name] = Member(size=float(units(plan, site)), key=key)
+    names = sorted(choices.names) or [site.name for site in scene.sites]
+    members, parts = dict[str, Member](), dict[str, str]()
+    places = {name: directory / "sites" / safe_name(name) for name in names}
+    for name, site in zip(names, scene.sites, strict=True):
+        key = keys.write_signing_key(places[name] / "site.key")
+        size = float(units(plan, site))
+        # The counts of the records at hand are nobody else's business.
+        members[name] = Member(size=size if choices.records else float(f"{size:.2g}"), key=key)
+        parts[name] = site.name
     shape = tuple(scene.raw.x.shape[1:])
     check_places(scene.dataset.name, plan.task.target.kind, scene.raw.y.numpy(), shape)
     told: dict[str, Any] = {
@@ -296,8 +319,9 @@ def _write(
     except ValidationError as error:
         raise plan_error(error, (), Federation) from None
     _write_server(server, scene)
-    for site in scene.sites:
-        _write_site(places[site.name], scene, site.name, choices.records)
+    terms = federation.terms(plan)
+    for name, part in parts.items():
+        _write_site(places[name], scene, terms[name], part, name, choices.records)
     for party in (server, *places.values()):
         _write_shared(party, authority, plan, federation)
         for name, source in files.items():
@@ -395,8 +419,16 @@ def _write_server(server: Path, scene: SimulationSetup) -> None:
         np.savez(server / "test.npz", x=data.x_test.numpy(), y=_labels(scene, data.y_test))
 
 
-def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records: bool) -> None:
-    terms, plan = scene.terms[name], scene.plan
+def _write_site(
+    directory: Path,
+    scene: SimulationSetup,
+    terms: Terms,
+    of: str,
+    name: str,
+    with_records: bool,
+) -> None:
+    """Write a site's own files. of: the part of the plan's records that it gets for a trial."""
+    plan = scene.plan
     records = "records.npz" if with_records else "/path/to/records.csv"
     label = None if with_records else plan.label or "label"
     (directory / "site.toml").write_text(render_site_toml(name, records, label), encoding="utf-8")
@@ -406,8 +438,8 @@ def _write_site(directory: Path, scene: SimulationSetup, name: str, with_records
     if with_records:
         part = scene.partition
         # With evaluations a site has all its records, and selects the held-out ones itself.
-        held = part.held_out[name] if scene.form.share else part.held_out[name][:0]
-        chosen = torch.from_numpy(np.sort(np.concatenate([part.train[name], held])))
+        held = part.held_out[of] if scene.form.share else part.held_out[of][:0]
+        chosen = torch.from_numpy(np.sort(np.concatenate([part.train[of], held])))
         x, y = scene.raw.x[chosen], scene.raw.y[chosen]
         with replacing(directory / "records.npz", private=True) as new, new.open("wb") as file:
             whose = scene.raw.person

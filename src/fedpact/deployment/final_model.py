@@ -51,8 +51,8 @@ class FinalModel:
         """Open that of a site's directory. Raises PlanError: unreadable files."""
         return FinalModel(SiteFiles.read(directory), Store(directory))
 
-    def keep(self, task: Task, epsilon: float, delta: float) -> None:
-        """Store the model received from the server. epsilon, delta: spent by the run here."""
+    def keep(self, task: Task) -> None:
+        """Store the model received from the server."""
         module = self._module()
         flat = FlatModel(module)
         memory = read_memory(self._memory, task.included)
@@ -60,11 +60,8 @@ class FinalModel:
         flat.load(task.vectors["w"] if own is None else own)
         by = task.vectors.get(CONSTANTS)
         columns = None if by is None else name_columns(self.files.plan.records.released, by)
-        spent = {
-            "epsilon": {self.files.name: epsilon},
-            "delta": {self.files.name: delta},
-        }
-        self._write(module, columns, {"status": HANDED_OVER, "rounds": task.round, **spent})
+        said = {"status": HANDED_OVER, "rounds": task.round, **self._spent(task.round)}
+        self._write(module, columns, said)
 
     def bring(self, source: Path | None) -> Path:
         """Import the model from a file, for a site that was away; return its new folder.
@@ -99,7 +96,7 @@ class FinalModel:
         found = spend_of(self.files.federation.run, runs)
         if found is None:
             return {"epsilon": {}, "delta": {}}
-        # As in Site: an early end may depend on releases, so the reserved ε is stated.
+        # An early end may depend on releases, so the reserved ε is stated.
         early = self.files.plan.budget.early and rounds != self.files.plan.rounds
         cost = found["epsilon_reserved" if early else "epsilon_spent"]
         return {

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from fedpact.common.errors import DataError, InputError, PlanError
+from fedpact.common.errors import DataError, FedpactError, InputError, PlanError, TransportLost
 from fedpact.common.files import parse_errors, private_opener, safe_name
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.federation import Federation
@@ -112,7 +112,8 @@ def run_all_parties(directory: Path) -> Path:
             time.sleep(0.5)
     run = directory / SERVER / "run"
     if not (run / "summary.json").exists():
-        raise PlanError(f"the server ended before its run: {last_log_lines(directory, SERVER)}")
+        how = describe_end(here.exit_code(SERVER))
+        raise PlanError(f"the server {how}, before its run: {last_log_lines(directory, SERVER)}")
     return run
 
 
@@ -146,6 +147,21 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
         else None,
         "ledgers": {name: ledger_of(where) for name, where in places.items() if name != SERVER},
     }
+
+
+def describe_end(code: int | None) -> str:
+    """Describe how a party's process ended, and what to do. code: see `Parties.exit_code`."""
+    again = "start it again: it continues"
+    if code is not None and (code < 0 or code > 128):
+        number = -code if code < 0 else code - 128
+        memory = ", perhaps for want of memory (see `dmesg`)" * (number == signal.SIGKILL)
+        return f"was killed by {signal.Signals(number).name}{memory}: {again}"
+    told = {
+        FedpactError.exit_code: "with code 2: mend what its last line says, then start it again",
+        TransportLost.exit_code: f"with code 69, as Flower's process was lost: {again}",
+        1: "with code 1, a fault of fedpact: see log.txt",
+    }
+    return f"has ended {told.get(code or 0, '')}".rstrip()
 
 
 def last_log_lines(directory: Path, name: str) -> str:

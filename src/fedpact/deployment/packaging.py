@@ -63,9 +63,12 @@ The whole federation on one machine. Sites reach the server by the name of its s
     "systemd": """
 ## With systemd
 
+`pip wheel --no-deps fedpact` writes fedpact's wheel. INDEX is the address of PyTorch's CPU wheels.
 On each machine, as root, for a site; for the server `fedpact-server.service` and `server`:
 
-    python3 -m venv /opt/fedpact && /opt/fedpact/bin/pip install 'fedpact[deploy]'
+    python3.11 -m venv /opt/fedpact
+    PIP_EXTRA_INDEX_URL=INDEX /opt/fedpact/bin/pip install --require-hashes -r deploy.lock
+    /opt/fedpact/bin/pip install --no-index --no-deps --no-build-isolation fedpact-*.whl
     useradd --system fedpact
     install -d -m 700 -o fedpact -g fedpact /var/lib/fedpact
     cp -r sites/NAME /var/lib/fedpact/NAME && chown -R fedpact:fedpact /var/lib/fedpact/NAME
@@ -89,12 +92,12 @@ def write_package(directory: Path, form: Form, port: int) -> None:
         readme.write(_NEXT[form])
     if form in ("helm", "systemd"):
         shutil.copytree(_PACKAGES / form, directory / form)
+    shutil.copyfile(Path(__file__).with_name("deploy.lock"), directory / "deploy.lock")
     if form == "systemd":
         return
     for where in sites.values():
         _move_records_and_ledger(where)
     shutil.copytree(_PACKAGES / "container", directory, dirs_exist_ok=True)
-    shutil.copyfile(Path(__file__).with_name("deploy.lock"), directory / "deploy.lock")
     if form == "compose":
         _write_compose(directory / "compose.yaml", sites)
     else:

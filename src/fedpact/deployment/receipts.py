@@ -48,9 +48,25 @@ def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
         version = about.data_version
     for other, spend in told["runs"].items():
         spend["purpose"] = about.purpose or None if (spend["beside"] or other) == run else None
+    told["epsilon_per_person"] = cost_per_person(told["runs"])
     told["data_set"] = {"name": name, "version": version or None}
     told["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     return told
+
+
+def cost_per_person(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] | None:
+    """Return k -> ε of the costliest run for a person with k records; None if not by record.
+
+    runs: of a receipt. A person's records may be in both the training and the held-out part of a
+    run, so a run's costs add up, at the sum of both δ.
+    """
+    together = dict[str, dict[str, float]]()
+    for name, run in runs.items():
+        whole = together.setdefault(run["beside"] or name, {})
+        for k, cost in (run["epsilon_per_person"] or {}).items():
+            whole[k] = whole.get(k, 0.0) + cost
+    each = [found for found in together.values() if found]
+    return {k: max(one[k] for one in each) for k in each[0]} if each else None
 
 
 def _plan(directory: Path) -> tuple[About, str]:

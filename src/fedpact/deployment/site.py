@@ -61,7 +61,7 @@ from fedpact.common.run_folder import RUN
 from fedpact.deployment.approval import check_approved
 from fedpact.deployment.final_model import FinalModel, describe_ending, read_ending
 from fedpact.deployment.secure import masker_of
-from fedpact.deployment.site_evaluation import Cost, Examiner, Progress
+from fedpact.deployment.site_evaluation import Examiner, Progress
 from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.deployment.store import STORE_FILE, LastReply, RunMemory, Store, room
 from fedpact.per_sample.layout import PLACEMENTS
@@ -266,7 +266,6 @@ class Site:
                 self.take_part()
             else:
                 self._reserve(only_ask=True)
-            self.cost = Cost(self.run, self._terms, self.ledger)
         except BaseException:
             self.close()
             raise
@@ -351,10 +350,7 @@ class Site:
         if wrong is not None:
             _log.warning("the final model is refused: %s", wrong[1])
             return self._refusal(task, wrong[0])
-        # The length of an early run may depend on its releases: the reserved ε is what holds.
-        early = self.plan.budget.early and task.round < self.plan.rounds
-        spent = self.cost.most if early else self.cost.epsilon
-        FinalModel(self.files, self._store).keep(task, spent, self.cost.delta)
+        FinalModel(self.files, self._store).keep(task)
         self._examiner.note(task, self._client.read_memory(task), self._bench)
         _log.info("%s", self.ending)
         return self._without_release(task)
@@ -420,6 +416,12 @@ class Site:
     def most_vectors(self) -> int:
         """The most vectors of a message: with secure aggregation a few per site."""
         return MOST_VECTORS + 4 * len(self.federation.sites)
+
+    def describe_spending(self) -> str:
+        """Return how many of the run's reserved events are charged; the ledger has their ε."""
+        charged = sum(self.ledger.spent(self.run).values())
+        reserved = sum(self._terms.history(self._terms.steps).values())
+        return f"{charged} of {reserved} reserved events are charged"
 
     def note(self, block: bytes, seconds: float) -> None:
         """Count an answer and its seconds in the owner's statistics."""
@@ -495,7 +497,7 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
             encoded, done = site.handle_step(question, seen), f"answered {question.step!r}"
         message = from_bytes(encoded, site.most_vectors)
         what = f"refused: {message.code}" if isinstance(message, Refusal) else done
-        return encoded, f"round {number}: {what}; {site.cost.describe()}"
+        return encoded, f"round {number}: {what}; {site.describe_spending()}"
     except Exception as error:  # its text may depend on records, so it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told

@@ -45,42 +45,7 @@ from fedpact.evaluation.held_out import HeldOut, charge_of, hold_out, key_of_see
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model
 from fedpact.privacy.ledger.ledger import Ledger, read_entries
 from fedpact.privacy.oracle import Records
-from fedpact.privacy.terms import Terms
 from fedpact.simulation.workshop import Worker
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a run at a site, from its ledger."""
-
-    run: str
-    terms: Terms
-    ledger: Ledger
-
-    @property
-    def epsilon(self) -> float:
-        """Upper bound on ε spent so far, at `delta`, with the terms' adjacency and accountant."""
-        return self.terms.epsilon_after(self.ledger.spent(self.run))
-
-    @property
-    def most(self) -> float:
-        """ε of the run's whole budget."""
-        return self.terms.budget.epsilon
-
-    @property
-    def delta(self) -> float:
-        """The δ of both."""
-        return self.terms.budget.delta
-
-    def describe(self) -> str:
-        """Describe the spent ε with all digits: rounded down it would not be a bound."""
-        cases = self.terms.guarantee_after(self.ledger.spent(self.run)).cases
-        spent = "; ".join(f"ε <= {epsilon!r}{condition}" for condition, epsilon in cases)
-        return (
-            f"spent {spent} at δ = {self.delta!r}, "
-            f"{self.terms.adjacency}, accountant {self.terms.accountant}"
-        )
-
 
 NOT_PRIVATE: Final = "NOT PRIVATE: tuned on this site's own records; never release it"
 

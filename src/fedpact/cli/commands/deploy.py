@@ -23,6 +23,8 @@ from fedpact.common.notebook import print_table
 if TYPE_CHECKING:
     from fedpact.common.messages import RoundRecord
     from fedpact.deployment import local
+    from fedpact.deployment.federation import Federation
+    from fedpact.plan import Plan
 
 Form = Literal["compose", "helm", "systemd", "flower"]
 
@@ -59,6 +61,9 @@ def init(
     records: Annotated[
         bool, typer.Option(help="Give each site its part of the plan's data, for a trial.")
     ] = True,
+    names: Annotated[
+        list[str], typer.Option("--name", help="A site's name; repeat it for each site.")
+    ] = [],  # noqa: B006
     test_seeds: Annotated[
         bool, typer.Option(help="Draw noise from the plan's seed: for tests on this machine only.")
     ] = False,
@@ -99,22 +104,35 @@ def init(
     }
     seeds = "test" if test_seeds else "secure"
     host = host or SERVER_HOSTS.get(package or "", "127.0.0.1")
-    choices = Choices(host=host, port=port, records=records, seeds=seeds, patience=patience)
-    plan = Plan.read(config, overrides)
+    choices = Choices(host, port, tuple(names), records, seeds, patience)
+    plan = Plan.read(config, [*overrides, *[f"sites={len(names)}"] * bool(names)])
     federation = write_deployment(directory, plan, choices)
     if package is not None:
         write_package(directory, package, port)
+    _tell_next(directory, plan, federation, tries=records and host == "127.0.0.1", records=records)
+
+
+def _tell_next(
+    directory: Path, plan: Plan, federation: Federation, *, tries: bool, records: bool
+) -> None:
+    """Print what was written, and what is left to do. tries: whether `up` can try it here."""
     plain_console().print(
         f"{directory}: run {federation.run}, {counted(len(federation.sites), 'site')}, server at "
         f"{federation.address}. Read {directory / 'README.md'} next"
         + (
             f"; `fedpact deploy up {quote(str(directory))}` tries it on this machine."
-            if choices.records and host == "127.0.0.1"
+            if tries
             else "."
-            if choices.records
-            else ", and give every site its records (site.toml)."
+            if records
+            else ", and give every site its records (site.toml). Each size in federation.toml is "
+            "public: correct it to a round number near what that site trains on."
         )
     )
+    if not plan.about.purpose:
+        plain_console().print(
+            "No purpose is stated, which owners read before they approve: write the files again "
+            "with --set 'about.purpose=...'."
+        )
     if plan.evaluation_terms is None:
         public = (directory / "server" / "test.npz").exists()
         instead = "only the public server/test.npz" if public else "no records"
@@ -170,7 +188,7 @@ def approve(
         for problem in found.problems:
             out.print(f"It cannot start: {problem}", style="red", markup=False)
     else:
-        refuse([found])
+        refuse(found)
     state = approval.read_approvals(directory) if by is None else approval.approve(directory, by)
     names = ", ".join(state.names) or "nobody"
     more = f"; {state.missing} more to go, with --by NAME" if state.missing else ""
@@ -224,12 +242,18 @@ def up(
 
 
 @app.command()
-def status(directory: Where, as_json: AsJson = False) -> None:
+def status(
+    directory: Where,
+    every: Annotated[
+        bool, typer.Option("--all", help="A site's figures after every round.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Show which parties run, the round, and what each site has spent."""
     from fedpact.deployment import local
 
     found = {**local.inspect_deployment(directory), "released": _released(directory)}
-    show(found, as_json, lambda: _print(found))
+    show(found, as_json, lambda: _print(found, every=every))
 
 
 def _released(directory: Path) -> list[str]:
@@ -334,7 +358,8 @@ def _follow(directory: Path, here: local.Parties) -> None:
         for name in ended:
             if ended[name] and name not in told | {local.SERVER}:
                 told.add(name)
-                out.print(f"{name} has ended: {found['ended'].get(name)}", markup=False)
+                out.print(f"{name} {local.describe_end(here.exit_code(name))}", markup=False)
+                out.print(f"  its last line: {found['ended'].get(name)}", markup=False)
         last = found["round"]
         if last is not None and last["round"] != seen:
             seen = last["round"]
@@ -350,7 +375,8 @@ def _follow(directory: Path, here: local.Parties) -> None:
         time.sleep(_POLL_SECONDS)
     if found["status"] == "not ended":
         raise FedpactError(
-            f"the server ended before the run did: see {directory / 'server' / 'log.txt'}"
+            f"the server {local.describe_end(here.exit_code(local.SERVER))}; its last line: "
+            f"{found['ended'].get(local.SERVER)}; see {directory / 'server' / 'log.txt'}"
         )
     _print({**found, "released": _released(directory)})
 
@@ -365,7 +391,7 @@ def _line(record: RoundRecord) -> str:
     return f"round {record.round}{accuracy}  ε {spent}  {record.seconds:.1f} s{refused}"
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(found: dict[str, Any], *, every: bool = False) -> None:
     from fedpact.common.messages import RoundRecord
 
     out = plain_console()
@@ -389,7 +415,7 @@ def _print(found: dict[str, Any]) -> None:
         for name, words in found["ended"].items():
             out.print(f"{name} has ended: {words}", markup=False)
     if found["own_figures"]:
-        _print_own(out, found["own_figures"])
+        _print_own(out, found["own_figures"], every=every)
     out.print(f"(ε, δ), adjacency: {found['adjacency']}; accountant best of PLD and RDP.")
     if found["evaluations"]:
         cost, delta = map(upper, found["evaluations"])
@@ -412,8 +438,8 @@ def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
     return (*(upper(found[figure]) for figure in (*figures, "delta")), str(ledger["entries"]))
 
 
-def _print_own(out: Console, own: dict[str, Any]) -> None:
-    """Print a site's exact figures for its owner: by round, and by class in the last rounds."""
+def _print_own(out: Console, own: dict[str, Any], *, every: bool) -> None:
+    """Print a site's exact figures for its owner, of the last rounds or of every one."""
     from fedpact.evaluation.held_out import SumsForm
     from fedpact.evaluation.intervals import exact_figures
     from fedpact.evaluation.settings import EvaluationSettings
@@ -424,10 +450,12 @@ def _print_own(out: Console, own: dict[str, Any]) -> None:
     figures = {name: exact_figures(sums, form) for name, sums in rounds}
     of_all = [f.name for f in next(iter(figures.values())) if not f.of_part]
     table = Table("after round", *of_all)
-    for name, found in figures.items():
-        table.add_row(name, *(f"{f.value:.4g}" for f in found if not f.of_part))
-    print_table(out, table)
     some = [*figures][-_SHOWN:]
+    for name in figures if every else some:
+        table.add_row(name, *(f"{f.value:.4g}" for f in figures[name] if not f.of_part))
+    print_table(out, table)
+    if len(figures) > len(some) and not every:
+        out.print(f"The last {len(some)} of {counted(len(figures), 'round')}; --all shows all.")
     parts = Table("", *(f"round {name}" for name in some))
     of_parts = ([f for f in figures[name] if f.of_part] for name in some)
     for each in zip(*of_parts, strict=True):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedpact.data.summary import ColumnSummary
     from fedpact.deployment.check import SiteCheck
 
-_FLOWER_SECONDS = "3 to 5 s"
+_MESSAGE_SECONDS = 0.1
 
 
 def inspect(
@@ -57,7 +57,9 @@ def check_sites(directory: Path, as_json: bool) -> None:
             print_check(one)
 
     show(document, as_json, text)
-    refuse(found)
+    # The problems are in the output already.
+    if any(one.problems for one in found):
+        raise typer.Exit(FedpactError.exit_code)
 
 
 def check_before_start(directory: Path) -> None:
@@ -70,7 +72,11 @@ def check_before_start(directory: Path) -> None:
             plain_console().print(_line(one), markup=False)
             for remark in one.remarks:
                 plain_console().print(f"  {remark}", markup=False)
-    refuse(found)
+    if bad := [one.site for one in found if one.problems]:
+        raise FedpactError(
+            f"no party was started: {', '.join(bad)} cannot start, for the reasons above. Nothing "
+            "was reserved or charged"
+        )
 
 
 def _check_all(sites: Sequence[Path]) -> list[SiteCheck]:
@@ -78,7 +84,12 @@ def _check_all(sites: Sequence[Path]) -> list[SiteCheck]:
 
     # The table counts skipped records; row numbers are for the site's log.
     logging.getLogger("fedpact").addHandler(logging.NullHandler())
-    return [check_site(where) for where in sites]
+    found = [check_site(where) for where in sites]
+    files = dict[str, str]()
+    for one in found:
+        if (other := files.setdefault(str(Path(one.file).resolve()), one.site)) != one.site:
+            one.remarks.append(f"site {other} reads the same file: is one of the paths wrong?")
+    return found
 
 
 def sites_of(directory: Path, least: int = 1) -> list[Path]:
@@ -95,33 +106,34 @@ def sites_of(directory: Path, least: int = 1) -> list[Path]:
     return places
 
 
-def refuse(found: Sequence[SiteCheck]) -> None:
+def refuse(found: SiteCheck) -> None:
     """Raise FedpactError if a site has a problem."""
-    bad = [one for one in found if one.problems]
-    if bad:
-        told = ". ".join(f"Site {one.site}: {'; '.join(one.problems)}" for one in bad)
-        raise FedpactError(f"{told}. Nothing was reserved or charged")
+    if found.problems:
+        told = "; ".join(found.problems)
+        raise FedpactError(f"Site {found.site}: {told}. Nothing was reserved or charged")
 
 
 def print_check(found: SiteCheck) -> None:
     """Print a site's check."""
     out = plain_console()
     out.print(f"site {found.site}, run {found.run}: {found.file}", markup=False)
-    if found.missing:
-        told = [
-            f"{name} (probably {found.renamed[name]!r})" if name in found.renamed else name
-            for name in found.missing
-        ]
-        out.print(f"missing columns: {', '.join(told)}", markup=False)
     others = [name for name in found.unexpected if name not in found.renamed.values()]
     if others:
         out.print(f"undeclared columns, ignored: {', '.join(others)}", markup=False)
-    print_columns(found.columns, out)
+    if found.columns:
+        print_columns(found.columns, out)
     if found.records:
         _print_records(found)
     print_cost(found)
     for remark in found.remarks:
         out.print(f"note: {remark}", markup=False)
+    if found.mends:
+        told = "lines for [columns] of site.toml that may mend this; read each of them:"
+        out.print(told, markup=False)
+        for line in found.mends:
+            out.print(f"  {line}", markup=False)
+    for problem in found.problems:
+        out.print(f"problem: {problem}", style="red", markup=False)
     ready = "ready to start, once it is approved" if found.approvals else "ready to start"
     bad = bool(found.problems)
     out.print("cannot start" if bad else ready, style="red" if bad else "green")
@@ -175,9 +187,9 @@ def print_cost(found: SiteCheck) -> None:
     out.print(f"{told}.", markup=False)
     if found.seconds is not None:
         out.print(
-            f"time: about {duration(found.seconds)} per round on this machine ({found.steps} "
-            "steps), "
-            f"plus {_FLOWER_SECONDS} for Flower; at most {counted(found.rounds, 'round')}"
+            f"time: about {duration(found.seconds)} per round on this machine "
+            f"({counted(found.steps, 'step')}), plus {_MESSAGE_SECONDS} s for each site's "
+            f"messages; at most {counted(found.rounds, 'round')}"
         )
 
 

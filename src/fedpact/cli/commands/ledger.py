@@ -240,14 +240,9 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
 
 def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
     """Return what the costliest run reserved for a person with several records."""
-    together = dict[tuple[str, str], dict[str, float]]()
-    for path, ledger in receipts.items():
-        for name, run in ledger["runs"].items():
-            # A person's records may be in both the training and the held-out part of a run.
-            whole = together.setdefault((path, run["beside"] or name), {})
-            for k, cost in (run["epsilon_per_person"] or {}).items():
-                whole[k] = whole.get(k, 0.0) + cost
-    each = [found for found in together.values() if found]
+    from fedpact.deployment.receipts import cost_per_person
+
+    each = [found for ledger in receipts.values() if (found := cost_per_person(ledger["runs"]))]
     if not each:
         return ""
     most = {k: max(one[k] for one in each) for k in each[0]}

@@ -18,10 +18,10 @@ import ssl
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httpx
 from cryptography.hazmat.primitives import hashes, serialization
@@ -104,6 +104,7 @@ _POLL_SECONDS: Final = 0.1
 _HEARTBEAT_SECONDS: Final = 10.0
 _WHOLE_SECONDS: Final = 60.0
 _MOST_ANSWER_BYTES: Final = 2**30
+_LEAST_BYTES_PER_SECOND: Final = 10_000
 _ACTIVATION_FAILED: Final = 2004  # flwr.supercore.error.ApiErrorCode, which loads a web server
 _MoreHeaders = Callable[[ProtobufRequestContext], Mapping[str, str]]
 
@@ -352,7 +353,7 @@ class FleetLink:
         connection = self._client._client  # pyright: ignore[reportPrivateUsage]
         # Or a dishonest server could have a site send requests to other machines of its network.
         connection.follow_redirects = False
-        connection.event_hooks = {"response": [_check_length]}
+        connection.event_hooks = {"response": [_check_body]}
 
     def close(self) -> None:
         """Close the connection."""
@@ -436,8 +437,29 @@ class Headers:
                     raise
 
 
-def _check_length(response: httpx.Response) -> None:
-    """Raise httpx.RemoteProtocolError, before the body is read, if it may fill the memory.
+class _Timed(httpx.SyncByteStream):
+    """A body that raises httpx.ReadTimeout if it has not come in full within `seconds`.
+
+    httpx limits the time of each read alone, which a byte now and then keeps to for ever.
+    """
+
+    def __init__(self, body: httpx.SyncByteStream, seconds: float) -> None:
+        self._body, self._seconds = body, seconds
+        self._end = time.monotonic() + seconds
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._body:
+            if time.monotonic() > self._end:
+                raise httpx.ReadTimeout(f"its answer did not come within {self._seconds:.0f} s")
+            yield part
+
+    def close(self) -> None:
+        """Close the body."""
+        self._body.close()
+
+
+def _check_body(response: httpx.Response) -> None:
+    """Limit a body's time, and raise httpx.RemoteProtocolError if it may fill the memory.
 
     One megabyte of a compressed body may expand to a gigabyte. Flower's servers compress nothing,
     and declare the length of each body.
@@ -445,6 +467,8 @@ def _check_length(response: httpx.Response) -> None:
     length = response.headers.get("content-length", "")
     known = length.isdecimal() and int(length) <= _MOST_ANSWER_BYTES
     if known and "content-encoding" not in response.headers:
+        seconds = _WHOLE_SECONDS + int(length) / _LEAST_BYTES_PER_SECOND
+        response.stream = _Timed(cast(httpx.SyncByteStream, response.stream), seconds)
         return
     raise httpx.RemoteProtocolError(
         "it sends a compressed body, one of undeclared length or one of more than 1 GiB"
