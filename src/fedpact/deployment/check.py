@@ -334,10 +334,10 @@ def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
             "are divided by the declared number"
         )
     most = files.settings.most_left_out
-    if own.left_out > most and not found.reserved:
+    if sieve.left_out > most and not found.reserved:
         found.problems.append(
             f"{found.records - found.used:,} of {found.records:,} records are left out, "
-            f"{percent(own.left_out)}, and most_left_out in site.toml allows {percent(most)}: "
+            f"{percent(sieve.left_out)}, and most_left_out in site.toml allows {percent(most)}: "
             "correct the file or [columns] of site.toml, have the federation declare `fill` for "
             "columns with missing cells, or increase most_left_out"
         )
