@@ -403,7 +403,7 @@ def test_cells_that_are_no_numbers_are_described(sites, tmp_path):
         row["lactate"] = row["lactate"].replace(",", ".")
     write(tmp_path / "own.csv", found)
     checked = check_site(home)
-    told = f"lactate: {len(found[2::3])} cells are no numbers: numbers with a decimal comma"
+    told = f"lactate: {len(found[2::3])} cells are no numbers: numbers with decimal commas"
     assert any(told in remark for remark in checked.remarks)
     assert not checked.mends
     assert "lactate: text, declared as numbers: numbers with a decimal comma" in remarks
