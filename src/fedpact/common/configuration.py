@@ -8,7 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
-from fedpact.common.errors import PlanError, nearest
+from fedpact.common.errors import FedpactError, PlanError, nearest
 from fedpact.common.format import toml, toml_key
 
 if TYPE_CHECKING:
@@ -296,6 +296,22 @@ def _dotted(
         yield ".".join((*place, key))
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _dotted(inner, (*place, key), {})
+
+
+def check_kinds(
+    kinds: Mapping[str, Any], settings: "type[BaseModel]", shared: Iterable[str]
+) -> None:
+    """Raise FedpactError: a kind's setting is not a field, or a field is no kind's.
+
+    kinds: each with the names of its `own` settings. shared: the fields that no kind names.
+    """
+    named = {name for kind in kinds.values() for name in kind.own}
+    if odd := named ^ (set(settings.model_fields) - set(shared)):
+        raise FedpactError(
+            f"{', '.join(sorted(odd))}: expected the settings of {settings.__name__}, but for "
+            f"{', '.join(shared)}, to be those that kinds have as their own; add the field, or "
+            "name it in the kind's `own`"
+        )
 
 
 def unknown_key(key: str, known: Iterable[str], everywhere: Iterable[str] = ()) -> str:

@@ -24,8 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 from fedpact.common import check
-from fedpact.common.configuration import FROZEN
-from fedpact.common.errors import DataError, FedpactError
+from fedpact.common.configuration import FROZEN, check_kinds
+from fedpact.common.errors import DataError
 from fedpact.common.files import replacing
 from fedpact.data import splits
 from fedpact.data.dataset import Dataset
@@ -230,19 +230,7 @@ class PartitionSettings(BaseModel):
         return self
 
 
-def check_kinds(kinds: Mapping[str, PartitionKind], settings: type[BaseModel]) -> None:
-    """Raise FedpactError: a kind's setting is not a field, or no kind names a field."""
-    shared = {"kind", "held_out"}
-    named = {name for kind in kinds.values() for name in kind.own}
-    if odd := named ^ (set(settings.model_fields) - shared):
-        raise FedpactError(
-            f"{', '.join(sorted(odd))}: expected the settings of PartitionSettings, but for "
-            f"{' and '.join(sorted(shared))}, to be those that kinds have as their own; add the "
-            "field, or name it in the kind's `own`"
-        )
-
-
-check_kinds(PARTITION_KINDS, PartitionSettings)
+check_kinds(PARTITION_KINDS, PartitionSettings, ("kind", "held_out"))
 # The settings that matter for some kinds only; in others they have to keep their default.
 _SPECIFIC: Final = {name for kind in PARTITION_KINDS.values() for name in kind.own}
 
