@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.random import PCG64, Generator
 from pydantic import AfterValidator, BaseModel, Field, model_validator
-from rich.table import Table
 from torch import Tensor
 
 from fedpact.common import check
@@ -307,17 +306,6 @@ class Partition:
         deviation = noise(self.settings, place / len(self.train))
         drawn = torch.from_numpy(np.reshape(draws, x.shape)).to(x.dtype)
         return x + deviation * drawn, y
-
-    def table(self) -> Table:
-        """Return the counts and sizes as a table. For simulations: it shows the sites' labels."""
-        table = Table(title=f"{self.settings.kind} partition, seed {self.seed}")
-        table.add_column("site")
-        for column in (*self.classes, "training", "held out"):
-            table.add_column(column, justify="right")
-        for (name, indices), counts in zip(self.train.items(), self.label_counts, strict=True):
-            sizes = (*counts, len(indices), len(self.held_out[name]))
-            table.add_row(name, *(f"{size:,}" for size in sizes))
-        return table
 
     def save(self, path: Path | str) -> None:
         """Write the partition as JSON. For simulations: the file shows the sites' labels."""
