@@ -9,7 +9,7 @@ knows it, so one more record is one more on one side alone (docs/notes/proofs.md
     false_positives
             [groups, classes]      misses by group and predicted class
 
-A record changes each by at most 1. If persons are protected, each of a person's m records has weight
+A record changes each by at most 1. If persons are protected, each of a person's m records weighs
 1/m, rounded down to 2^-20, so a person does.
 """
 
