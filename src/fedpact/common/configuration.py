@@ -132,8 +132,7 @@ def read_marks(raw: Mapping[str, Any]) -> list[str]:
     if not (isinstance(found, list) and all(isinstance(key, str) for key in found)):
         raise PlanError(
             f"{DEFAULTS_KEY} is {found!r}: expected the list of keys that were left to their "
-            f"defaults, "
-            "as a run's plan.json has it; leave it out"
+            "defaults, as a run's plan.json has it; leave it out"
         )
     return found
 

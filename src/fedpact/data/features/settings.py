@@ -25,8 +25,7 @@ def _known(kind: str) -> str:
     if kind != "none" and kind not in FEATURE_KINDS and not _OWN.fullmatch(kind):
         raise ValueError(
             f"{kind!r} is no kind of features: expected one of none, {', '.join(FEATURE_KINDS)}, "
-            f"or your "
-            "own as 'package.module:factory'"
+            "or your own as 'package.module:factory'"
         )
     return kind
 
