@@ -25,8 +25,9 @@ from tests.test_architecture import (
 
 import fedpact
 from fedpact import algorithms
+from fedpact.common.configuration import check_kinds
 from fedpact.common.errors import FedpactError
-from fedpact.data.partition import PARTITION_KINDS, PartitionKind, PartitionSettings, check_kinds
+from fedpact.data.partition import PARTITION_KINDS, PartitionKind, PartitionSettings
 from fedpact.evaluation.metrics import METRICS, Metric, check_names
 from fedpact.per_sample.tracing import batch_table
 
@@ -253,12 +254,11 @@ def test_an_incomplete_partition_is_an_error():
     def split(y, sites, settings, rng):
         return []
 
+    shared = PartitionSettings, ("kind", "held_out")
     with pytest.raises(FedpactError, match="depth"):
-        check_kinds(
-            {**PARTITION_KINDS, "new": PartitionKind(split, own=("depth",))}, PartitionSettings
-        )
+        check_kinds({**PARTITION_KINDS, "new": PartitionKind(split, own=("depth",))}, *shared)
     with pytest.raises(FedpactError, match="shards_per_site"):
-        check_kinds({k: v for k, v in PARTITION_KINDS.items() if k != "shards"}, PartitionSettings)
+        check_kinds({k: v for k, v in PARTITION_KINDS.items() if k != "shards"}, *shared)
     with pytest.raises(TypeError):
         PartitionKind()
 

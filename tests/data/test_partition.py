@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from rich.console import Console
 from scipy import stats
 
 from fedpact.common.errors import DataError, InputError
@@ -194,18 +192,6 @@ def test_a_partition_of_other_records_is_refused(tmp_path):
     (tmp_path / "p.json").write_text(json.dumps(raw))
     with pytest.raises(DataError, match="made from other records"):
         Partition.load(tmp_path / "p.json").sites(EVEN)
-
-
-def test_the_table_shows_labels_and_sizes():
-    partition = make_partition(EVEN, PartitionSettings(), 10, 4)
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(partition.table())
-    text = console.export_text()
-    assert "iid partition, seed 4" in text
-    for name, row in zip(partition.train, partition.label_counts, strict=True):
-        (line,) = [line for line in text.splitlines() if name in line]
-        numbers = [int(word) for word in line.replace("│", " ").split()[1:]]
-        assert numbers == [*row, 160, 40]
 
 
 # Refusals

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from fedpact.common.check import WITHOUT_PRIVACY
-from fedpact.common.errors import PlanError, nearest
+from fedpact.common.errors import FedpactError, PlanError, nearest
 from fedpact.common.format import toml, toml_key
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ def read_marks(raw: Mapping[str, Any]) -> list[str]:
     if not (isinstance(found, list) and all(isinstance(key, str) for key in found)):
         raise PlanError(
             f"{DEFAULTS_KEY} is {found!r}: expected the list of keys that were left to their "
-            f"defaults, "
-            "as a run's plan.json has it; leave it out"
+            "defaults, as a run's plan.json has it; leave it out"
         )
     return found
 
@@ -301,6 +300,22 @@ def _dotted(
         yield ".".join((*place, key))
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _dotted(inner, (*place, key), {})
+
+
+def check_kinds(
+    kinds: Mapping[str, Any], settings: "type[BaseModel]", shared: Iterable[str]
+) -> None:
+    """Raise FedpactError: a kind's setting is not a field, or a field is no kind's.
+
+    kinds: each with the names of its `own` settings. shared: the fields that no kind names.
+    """
+    named = {name for kind in kinds.values() for name in kind.own}
+    if odd := named ^ (set(settings.model_fields) - set(shared)):
+        raise FedpactError(
+            f"{', '.join(sorted(odd))}: expected the settings of {settings.__name__}, but for "
+            f"{', '.join(shared)}, to be those that kinds have as their own; add the field, or "
+            "name it in the kind's `own`"
+        )
 
 
 def unknown_key(key: str, known: Iterable[str], everywhere: Iterable[str] = ()) -> str:

@@ -38,12 +38,8 @@ def cross_entropy(outputs: Tensor, y: Tensor, /) -> Tensor:
         return _each_entropy(outputs, y)
     if y.dim() == 1:
         y = y[:, None].expand(outputs.shape[:-1])
-    return (
-        _each_entropy(outputs.flatten(0, -2), y.flatten())
-        .view(outputs.shape[:-1])
-        .flatten(1)
-        .mean(1)
-    )
+    each = _each_entropy(outputs.flatten(0, -2), y.flatten())
+    return each.view(outputs.shape[:-1]).flatten(1).mean(1)
 
 
 def mask_known_classes(y: Tensor, classes: int) -> tuple[Tensor, Tensor]:

@@ -299,15 +299,15 @@ def columns_of(data: Any) -> dict[str, list[Any]] | None:
         raise DataError(
             f"{describe_value(data)} has the columns {', '.join(map(str, keys))}: name each once"
         )
-    single = (k for k in keys if isinstance(data, Mapping))
-    odd = [
-        k for k in single if isinstance(data[k], str | bytes) or not hasattr(data[k], "__iter__")
-    ]
-    if odd:
+    if odd := [
+        k
+        for k in (keys if isinstance(data, Mapping) else ())
+        if isinstance(data[k], str | bytes) or not hasattr(data[k], "__iter__")
+    ]:
         raise DataError(
             f"{describe_value(data)} has {', '.join(map(str, odd))}, which are not columns: pass "
-            f"a table "
-            "of columns of equal length, or (x, y), as (bunch.data, bunch.target) of scikit-learn's"
+            "a table of columns of equal length, or (x, y), as (bunch.data, bunch.target) of "
+            "scikit-learn's"
         )
     plain = getattr(data, "with_format", None)
     whole = cast(Any, data if plain is None else plain(None))
@@ -401,9 +401,8 @@ def array_of(name: str, what: str, values: Any) -> np.ndarray:
     if array.dtype.kind not in "biufU":
         raise DataError(
             f"data set {name}: {what} is {describe_value(values)} of type {array.dtype}: expected "
-            f"an array "
-            "of numbers, or strings for labels; convert it first, as with x.toarray() of a sparse "
-            "matrix"
+            "an array of numbers, or strings for labels; convert it first, as with x.toarray() of "
+            "a sparse matrix"
         )
     return array
 

@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from numpy.random import PCG64, Generator
 from pydantic import AfterValidator, BaseModel, Field, model_validator
-from rich.table import Table
 from torch import Tensor
 
 from fedpact.common import check
-from fedpact.common.configuration import FROZEN
-from fedpact.common.errors import DataError, FedpactError
+from fedpact.common.configuration import FROZEN, check_kinds
+from fedpact.common.errors import DataError
 from fedpact.common.files import replacing, safe_name
 from fedpact.data import splits
 from fedpact.data.dataset import Dataset
@@ -230,19 +229,7 @@ class PartitionSettings(BaseModel):
         return self
 
 
-def check_kinds(kinds: Mapping[str, PartitionKind], settings: type[BaseModel]) -> None:
-    """Raise FedpactError: a kind's setting is not a field, or no kind names a field."""
-    shared = {"kind", "held_out"}
-    named = {name for kind in kinds.values() for name in kind.own}
-    if odd := named ^ (set(settings.model_fields) - shared):
-        raise FedpactError(
-            f"{', '.join(sorted(odd))}: expected the settings of PartitionSettings, but for "
-            f"{' and '.join(sorted(shared))}, to be those that kinds have as their own; add the "
-            "field, or name it in the kind's `own`"
-        )
-
-
-check_kinds(PARTITION_KINDS, PartitionSettings)
+check_kinds(PARTITION_KINDS, PartitionSettings, ("kind", "held_out"))
 # The settings that matter for some kinds only; in others they have to keep their default.
 _SPECIFIC: Final = {name for kind in PARTITION_KINDS.values() for name in kind.own}
 
@@ -319,17 +306,6 @@ class Partition:
         deviation = noise(self.settings, place / len(self.train))
         drawn = torch.from_numpy(np.reshape(draws, x.shape)).to(x.dtype)
         return x + deviation * drawn, y
-
-    def table(self) -> Table:
-        """Return the counts and sizes as a table. For simulations: it shows the sites' labels."""
-        table = Table(title=f"{self.settings.kind} partition, seed {self.seed}")
-        table.add_column("site")
-        for column in (*self.classes, "training", "held out"):
-            table.add_column(column, justify="right")
-        for (name, indices), counts in zip(self.train.items(), self.label_counts, strict=True):
-            sizes = (*counts, len(indices), len(self.held_out[name]))
-            table.add_row(name, *(f"{size:,}" for size in sizes))
-        return table
 
     def save(self, path: Path | str) -> None:
         """Write the partition as JSON. For simulations: the file shows the sites' labels."""

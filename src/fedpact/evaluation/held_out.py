@@ -1,9 +1,7 @@
 """Held-out records: how they are chosen, reserved, and summed for release.
 
-Each record is held out or not by a keyed hash of its content. With a split by shuffled indices, one
-added record would move others, and would cost as much as training and evaluation together. Here it
-only adds one record to one side, so it costs the (ε, δ) of that side. If the site knows each
-record's person, the person's name is hashed, so all of a person's records are on one side.
+A record is held out or not by a keyed hash of its content, or of its person's name where the site
+knows it, so one more record is one more on one side alone (docs/notes/proofs.md, Evaluations).
 
     hits    [groups, classes, 2]   records by group, class, and whether the model is right
     roc     [2, bins]              records by class and score, the probability of the second class
@@ -11,9 +9,8 @@ record's person, the person's name is hashed, so all of a person's records are o
     false_positives
             [groups, classes]      misses by group and predicted class
 
-A record is in at most one cell of a table, and adds at most 1 to the loss, so it changes each
-release by at most 1. If persons are protected, each of a person's m records has weight 1/m, rounded
-down to 2^-20: a person too changes each release by at most 1, and all persons count equally.
+A record changes each by at most 1. If persons are protected, each of a person's m records weighs
+1/m, rounded down to 2^-20, so a person does.
 """
 
 import hashlib

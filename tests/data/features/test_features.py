@@ -18,6 +18,7 @@ from tests.data.features import backbones_of_users
 from torch import nn
 
 import fedpact
+from fedpact.common.configuration import check_kinds
 from fedpact.common.errors import FedpactError, ModelError, PlanError
 from fedpact.common.messages import Task
 from fedpact.common.params import threads
@@ -525,7 +526,7 @@ def test_a_kind_with_an_unknown_setting_is_an_error(monkeypatch):
         FEATURE_KINDS, "odd", FeatureKind(lambda *_: nn.Identity(), own=("colour",))
     )
     with pytest.raises(FedpactError, match="colour"):
-        settings.check_feature_kinds()
+        check_kinds(FEATURE_KINDS, FeatureSettings, settings.SHARED)
 
 
 # ---------------------------------------------------------------- weights of somebody's own

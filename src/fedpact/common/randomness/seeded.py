@@ -250,10 +250,6 @@ class SeededDraws(Draws):
     def _words(self, kind: str, step: int) -> KeyStream:
         return self._stream.seek(_digest_of(kind) + step.to_bytes(4, "big"))
 
-    def noise_words(self, step: int, purpose: str) -> KeyStream:
-        """Return what the noise is made of on a CPU; the next draw goes on elsewhere."""
-        return self._words("noise " + purpose, step)
-
     def gaussian(self, size: int, like: Tensor, step: int, purpose: str) -> Tensor:
         """Return `size` standard normal numbers, of the type and on the device of `like`."""
         if on_cpu(like):
@@ -276,4 +272,4 @@ class SeededDraws(Draws):
     def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
         if not on_cpu(vector):
             return iter([(slice(None), self.gaussian(len(vector), vector, step, purpose))])
-        return normals(self.noise_words(step, purpose), len(vector), vector.dtype)
+        return normals(self._words("noise " + purpose, step), len(vector), vector.dtype)

@@ -218,23 +218,18 @@ class Extractor:
         """Return the features of records x [n, *shape], float32 on the CPU."""
         found = torch.zeros(len(x), self.width, dtype=torch.float16)
         good = torch.ones(len(x), dtype=torch.bool)
-        if not self._settings.factory:
+        if self._settings.factory:
+            size, parts = 1, map(self._alone, x.split(1) if len(x) else ())
+        else:
             # Compute it once, not in every thread.
             _ = self._whitening if self._settings.whiten else self._tells
-        size = 1 if self._settings.factory else _BATCH
-        parts = _told(self._each(x), len(x), "records")
-        for start, some in zip(range(0, len(x), size), parts, strict=True):
+            size, parts = _BATCH, _by_threads(self._batch, x.split(_BATCH) if len(x) else ())
+        told = _told(parts, len(x), "records")
+        for start, some in zip(range(0, len(x), size), told, strict=True):
             rows = slice(start, start + size)
             good[rows] = some.isfinite().all(1)
             found[rows] = torch.where(good[rows, None], some, 0).half()
         return Found(found, good)
-
-    def _each(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the features [b, p], float32, of one part of the records after another."""
-        if self._settings.factory:
-            yield from map(self._alone, x.split(1) if len(x) else ())
-        else:
-            yield from _by_threads(self._batch, x.split(_BATCH) if len(x) else ())
 
     @torch.no_grad()
     def _alone(self, x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, Self
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from fedpact.common.about import JoinedText
-from fedpact.common.configuration import FROZEN
-from fedpact.common.errors import FedpactError, InputError
+from fedpact.common.configuration import FROZEN, check_kinds
+from fedpact.common.errors import InputError
 from fedpact.common.weights import lower_digest
 from fedpact.data.features.kinds import FEATURE_KINDS
 
@@ -25,8 +25,7 @@ def _known(kind: str) -> str:
     if kind != "none" and kind not in FEATURE_KINDS and not _OWN.fullmatch(kind):
         raise ValueError(
             f"{kind!r} is no kind of features: expected one of none, {', '.join(FEATURE_KINDS)}, "
-            f"or your "
-            "own as 'package.module:factory'"
+            "or your own as 'package.module:factory'"
         )
     return kind
 
@@ -130,18 +129,9 @@ def _own(kind: str) -> tuple[str, ...]:
     return (*_OF_KINDS, *FEATURE_KINDS[kind].own) if kind in FEATURE_KINDS else _OF_FACTORIES
 
 
-def check_feature_kinds() -> None:
-    """Raise FedpactError: a kind's setting is not a field, or no kind names a field."""
-    named = {name for kind in FEATURE_KINDS.values() for name in kind.own}
-    shared = {"kind", *_OF_KINDS, *_OF_FACTORIES}
-    if odd := named ^ (set(FeatureSettings.model_fields) - shared):
-        raise FedpactError(
-            f"{', '.join(sorted(odd))}: expected the settings of FeatureSettings to be those that "
-            "kinds have as their own; add the field, or name it in the kind's `own`"
-        )
-
-
-check_feature_kinds()
+SHARED: Final = ("kind", *_OF_KINDS, *_OF_FACTORIES)
+"""The settings that no kind has as its own."""
+check_kinds(FEATURE_KINDS, FeatureSettings, SHARED)
 
 
 def suggest_features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
