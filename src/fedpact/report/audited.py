@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import lower, upper
+from fedpact.common.records import strict
 from fedpact.privacy.guarantee import Guarantee
 
 # How each quantity is written: measured, then claimed.
@@ -63,11 +64,7 @@ class AuditRow:
 
     def document(self) -> dict[str, Any]:
         """Return it as plain data for JSON; numbers that are not finite become null."""
-        numbers = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(self).items()
-        }
-        return {**numbers, "passed": self.passed}
+        return {**strict(asdict(self)), "passed": self.passed}
 
     @property
     def cells(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from torch import nn
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.algorithms.wrappers.server_optimizer import read_average
 from fedpact.common.check import count
+from fedpact.common.configuration import flatten
 from fedpact.common.errors import DataError, LedgerError, PlanError
 from fedpact.common.files import LOCK, PARTIAL, remove_left, write_whole
 from fedpact.common.messages import RoundRecord
@@ -258,17 +259,10 @@ def is_known(folder: Folder, plan: Plan) -> bool:
 
 def changed_keys(before: Plan, now: Plan) -> str:
     """Return the first keys in which two plans differ, with both values."""
-    found = list[str]()
-
-    def compare(a: Any, b: Any, key: str) -> None:
-        if isinstance(a, dict) and isinstance(b, dict):
-            for name in {**a, **b}:
-                compare(a.get(name), b.get(name), f"{key}.{name}".lstrip("."))
-        elif a != b:
-            found.append(f"{key} is {a!r} there and {b!r} now")
-
-    compare(before.model_dump(mode="json"), now.model_dump(mode="json"), "")
-    return "; ".join(found[:3]) + "; ..." * (len(found) > 3)
+    a, b = (flatten(plan.model_dump(mode="json")) for plan in (before, now))
+    differ = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+    found = [f"{key} is {a.get(key)!r} there and {b.get(key)!r} now" for key in differ[:3]]
+    return "; ".join(found) + "; ..." * (len(differ) > 3)
 
 
 def setting(folder: Folder, scene: SimulationSetup, *, known: bool, given: bool) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Circumstances:
             "task": self.task,
             "evaluation": self.evaluation,
             # Last, as it may be long.
-            "records": self.declared,
+            "records": self.records.model_dump(mode="json", exclude_defaults=True),
         }
         return {key: value for key, value in found.items() if value not in (None, {})}
 
@@ -90,11 +90,6 @@ class Circumstances:
         few = sorted(set(self.budgets), key=attrgetter("epsilon", "delta"))
         told = [f"({one.epsilon:g}, {one.delta:g})" for one in few]
         return told[0] if len(few) == 1 else f"a site's own, from {told[0]} to {told[-1]},"
-
-    @property
-    def declared(self) -> dict[str, Any]:
-        """The [records] table without defaults."""
-        return self.records.model_dump(mode="json", exclude_defaults=True)
 
     def without_little(self) -> "Circumstances":
         """Return the circumstances without the columns that add little."""

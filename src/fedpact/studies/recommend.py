@@ -148,10 +148,6 @@ class Recommendation:
         return f"# {self.reasons['guarantee']}\n\n{write_toml(self.raw, self.reasons)}"
 
 
-def _words(example: Tensor) -> bool:
-    return not example.is_floating_point()
-
-
 @dataclass(frozen=True)
 class _Public:
     """The numbers that are public before training, and what follows from them."""
@@ -186,7 +182,7 @@ class _Public:
                 "its own share"
             )
         features = suggest_features(tuple(example.shape), asked.mirror) if asked.features else {}
-        length = 1.0 if features or _words(example) else math.sqrt(square)
+        length = 1.0 if features or not example.is_floating_point() else math.sqrt(square)
         if not 0 < length <= _LONGEST:
             raise InputError(
                 f"columns as they are declared make records about {length:.3g} long: expected "
@@ -219,13 +215,9 @@ class _Public:
         return round(sum(self.noise.sizes))
 
     @property
-    def clip(self) -> float:
-        return self.noise.clip
-
-    @property
     def words(self) -> bool:
         """Whether a record is words of a text, or characters."""
-        return _words(self.example)
+        return not self.example.is_floating_point()
 
     @property
     def model(self) -> str:
@@ -240,7 +232,7 @@ class _Public:
             self.asked.rounds,
             weights=weights,
             honest=self.honest,
-            clip=self.clip,
+            clip=self.noise.clip,
             length=self.length,
         )
 
@@ -265,7 +257,7 @@ class _Public:
             **({"server": server} if chosen.momentum else {}),
             "privacy": {
                 **asked.granted,
-                "clip": self.clip,
+                "clip": self.noise.clip,
                 **shared,
             },
             # Who looks at a sum knows one share; and 2t > K + (t - h), for no two lists of sites.

@@ -36,8 +36,7 @@ _LONG = 64  # with this many numbers, equal vectors are distinguishable from cha
 _SAMPLE = 20_000
 # Correct noise is exactly as claimed, so this is how often the check fails for it.
 _ERROR = 1e-3
-JOINT_CONFIDENCE = 1 - _ERROR
-"""The joint confidence of the upper bounds on all channels' noise."""
+_JOINT = 1 - _ERROR  # the confidence of the upper bounds on all channels' noise together
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,6 @@ class NoiseLevel:
     def passed(self) -> bool:
         """Whether the noise may be as large as claimed."""
         return self.claimed <= self.at_most
-
-    def row(self, method: str) -> AuditRow:
-        """Return it as a row of the audit's table."""
-        told = f"noise of {self.channel}, measured {self.measured:.4f}, from releases of a site "
-        bounds = self.at_most, self.claimed, None, JOINT_CONFIDENCE
-        return AuditRow(method, "σ", *bounds, f"{told}without records", self.at_best)
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,12 @@ class MechanismTests:
 
     def rows(self, method: str, _: float) -> list[AuditRow]:
         """Return the rows of the audit's table."""
-        return [level.row(method) for level in self.noise] + rows_of_tests(method, self.tests)
+        rows = list[AuditRow]()
+        for one in self.noise:
+            told = f"noise of {one.channel}, measured {one.measured:.4f}, from releases of a site "
+            found = one.at_most, one.claimed, None, _JOINT, f"{told}without records", one.at_best
+            rows.append(AuditRow(method, "σ", *found))
+        return rows + rows_of_tests(method, self.tests)
 
 
 def why_untested(target: Target) -> str:
