@@ -526,7 +526,7 @@ def test_a_kind_with_an_unknown_setting_is_an_error(monkeypatch):
         FEATURE_KINDS, "odd", FeatureKind(lambda *_: nn.Identity(), own=("colour",))
     )
     with pytest.raises(FedpactError, match="colour"):
-        check_kinds(FEATURE_KINDS, FeatureSettings, settings.SHARED)
+        check_kinds(FEATURE_KINDS, FeatureSettings, settings.SETTINGS_OF_NO_KIND)
 
 
 # ---------------------------------------------------------------- weights of somebody's own

@@ -129,9 +129,9 @@ def _own(kind: str) -> tuple[str, ...]:
     return (*_OF_KINDS, *FEATURE_KINDS[kind].own) if kind in FEATURE_KINDS else _OF_FACTORIES
 
 
-SHARED: Final = ("kind", *_OF_KINDS, *_OF_FACTORIES)
+SETTINGS_OF_NO_KIND: Final = ("kind", *_OF_KINDS, *_OF_FACTORIES)
 """The settings that no kind has as its own."""
-check_kinds(FEATURE_KINDS, FeatureSettings, SHARED)
+check_kinds(FEATURE_KINDS, FeatureSettings, SETTINGS_OF_NO_KIND)
 
 
 def suggest_features(shape: tuple[int, ...], mirror: bool | None) -> dict[str, Any]:
