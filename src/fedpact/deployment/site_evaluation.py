@@ -60,7 +60,7 @@ class Cost:
     @property
     def epsilon(self) -> float:
         """Upper bound on ε spent so far, at `delta`, with the terms' adjacency and accountant."""
-        return self.terms.epsilon_after(self.ledger.spent(self.run))
+        return self.terms.guarantee_after(self.ledger.spent(self.run)).epsilon
 
     @property
     def most(self) -> float:

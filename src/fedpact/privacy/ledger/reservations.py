@@ -36,21 +36,6 @@ WHY: Final = (
 
 
 @dataclass(frozen=True)
-class Shared:
-    """How noise is shared. honest: h >= 1. epsilon_alone: of the site's own shares, at the same δ.
-
-    The reservation's δ includes privacy.accounting.shared_noise.ADDED_DELTA.
-    """
-
-    honest: int
-    epsilon_alone: float
-
-    def own_share(self, event: SampledGaussian) -> SampledGaussian:
-        """Return an event with the noise of the site's own share only."""
-        return shared_noise.own_share_event(event, self.honest)
-
-
-@dataclass(frozen=True)
 class CompanionReservation:
     """Says that a reservation covers other records than those of run `beside`.
 
@@ -67,37 +52,23 @@ class FixedSequence:
 
     def __init__(
         self,
-        budget: Budget,
+        promise: Guarantee,
         allowed: Counter[SampledGaussian],
-        shared: Shared | None = None,
         beside: CompanionReservation | None = None,
         unit: str = "record",
     ) -> None:
-        self.budget, self.allowed, self.shared, self.beside = budget, allowed, shared, beside
-        self.unit = unit
+        self.guarantee, self.allowed, self.beside, self.unit = promise, allowed, beside, unit
         self.spent = Counter[SampledGaussian]()
         self._largest = 0
 
     @property
-    def epsilon(self) -> float:
-        """The reserved ε."""
-        return self.budget.epsilon
-
-    @property
-    def guarantee(self) -> Guarantee:
-        """What is reserved, with other sites' noise and without."""
-        epsilon, delta = self.budget.epsilon, self.budget.delta
-        if self.shared is None:
-            return Guarantee(epsilon, delta, epsilon)
-        return Guarantee(epsilon, delta, self.shared.epsilon_alone, self.shared.honest)
-
-    @property
     def entry(self) -> dict[str, Any]:
         """The reservation's entry in the ledger."""
+        promise = self.guarantee
+        found = {"kind": "reserve", "epsilon": promise.epsilon, "delta": promise.delta}
+        found |= promise.entries if promise.condition else {}
+        found |= {} if self.beside is None else asdict(self.beside)
         events = [[e.q, e.sigma, n] for e, n in sorted(self.allowed.items())]
-        found = {"kind": "reserve", **asdict(self.budget)}
-        for more in (self.shared, self.beside):
-            found |= {} if more is None else asdict(more)
         return {**found, "unit": self.unit, "events": events}
 
     @property
@@ -106,13 +77,15 @@ class FixedSequence:
         return {name: value for name, value in self.entry.items() if name != "epsilon_alone"}
 
     def costs(self) -> list[tuple[float, float]]:
-        """Return pairs (ε of all events, ε reserved); with shared noise also the pair alone."""
-        if self.shared is None:
-            return [(epsilon(self.allowed, self.budget.delta), self.budget.epsilon)]
-        own = shared_noise.all_alone(self.allowed, self.shared.honest)
-        together = epsilon(self.allowed, self.budget.delta - shared_noise.ADDED_DELTA)
-        alone = epsilon(own, self.budget.delta)
-        return [(together, self.budget.epsilon), (alone, self.shared.epsilon_alone)]
+        """Return pairs (ε of all events, ε reserved): with other sites' noise, and without."""
+        promise = self.guarantee
+        cost = Guarantee.of(self.allowed, promise.delta, promise.honest)
+        return [(cost.epsilon, promise.epsilon), (cost.alone, promise.alone)]
+
+    def sigma_alone(self, event: SampledGaussian) -> float | None:
+        """Return an event's σ with the noise of the site's own share only; None if unshared."""
+        shares = self.guarantee.honest
+        return shared_noise.own_share_event(event, shares).sigma if shares else None
 
     def check(self, run: str, event: SampledGaussian, count: int) -> None:
         """Raise PolicyRefused: not reserved. BudgetExhausted: fewer than `count` are left."""
@@ -137,7 +110,7 @@ class FixedSequence:
         """
         missing = lines * max(1, at_least, self._largest)
         taken = list[tuple[SampledGaussian, int]]()
-        costs = {event: epsilon({event: 1}, self.budget.delta, "rdp") for event in self.allowed}
+        costs = {event: epsilon({event: 1}, self.guarantee.delta, "rdp") for event in self.allowed}
         for event in sorted(self.allowed, key=lambda e: costs[e], reverse=True):
             count = min(missing, self.allowed[event] - self.spent[event])
             if count > 0:
@@ -148,11 +121,10 @@ class FixedSequence:
 
 def from_entry(entry: Mapping[str, Any]) -> FixedSequence:
     """Return the reservation of an entry, with nothing charged. Raises ValueError and the like."""
-    budget = Budget(entry["epsilon"], entry["delta"])
-    shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
+    Budget(entry["epsilon"], entry["delta"])
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
     beside = CompanionReservation(entry["beside"], entry["split"]) if "beside" in entry else None
-    return FixedSequence(budget, events, shared, beside, entry["unit"])
+    return FixedSequence(Guarantee.read(entry), events, beside, entry["unit"])
 
 
 def cost_of_torn(lines: Sequence[bytes], reserved: Mapping[str, FixedSequence]) -> dict[str, Any]:
