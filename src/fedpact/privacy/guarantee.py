@@ -11,7 +11,7 @@ from typing import Any
 
 from fedpact.common.format import upper
 from fedpact.privacy.accounting import shared_noise
-from fedpact.privacy.accounting.accountant import Accountant, History, epsilon
+from fedpact.privacy.accounting.accountant import Accountant, History, SampledGaussian, epsilon
 from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 
 
@@ -45,6 +45,14 @@ class Guarantee:
             return Guarantee(cost, delta, cost)
         own = shared_noise.all_alone(events, honest)
         return Guarantee(cost, delta, epsilon(own, delta, accountant), honest)
+
+    def after(self, events: History) -> "Guarantee":
+        """Return upper bounds at δ for some of the events that this guarantee was given for."""
+        return Guarantee.of(events, self.delta, self.honest)
+
+    def own_share(self, event: SampledGaussian) -> SampledGaussian | None:
+        """Return an event with the noise of a site's own share only; None if noise is unshared."""
+        return shared_noise.own_share_event(event, self.honest) if self.honest else None
 
     def per_person(self, events: History, records: int) -> "Guarantee":
         """Return upper bounds at δ for a person's `records` records together.

@@ -148,7 +148,8 @@ class Opening:
     """The joint event that opens a round, in addition to the batches of the local steps.
 
     rate: each record's probability of being in it, in (0, 1]; 1 takes all, without amplification.
-    channels: channel name -> noise relative to the batches' base σ, > 0. Raises InputError.
+    channels: channel name -> noise relative to the batches' base σ, > 0. Raises InputError;
+    PlanError: no channel.
     """
 
     rate: float
@@ -156,7 +157,10 @@ class Opening:
 
     def __post_init__(self) -> None:
         check.rate(rate=self.rate)
-        check_ratios(self.channels)
+        for name, ratio in self.channels.items():
+            check.positive(**{f"channels[{name!r}]": ratio})
+        if not self.channels:
+            raise PlanError("channels is empty: an algorithm that releases nothing needs no terms")
 
 
 @dataclass(frozen=True)
@@ -300,7 +304,7 @@ class Terms:
     @property
     def multipliers(self) -> dict[str, float]:
         """Each channel's noise multiplier: its noise over its sensitivity to one record."""
-        return multipliers_of(self.mechanism, self.sigmas)
+        return {name: s / sensitivity(self.mechanism, name) for name, s in self.sigmas.items()}
 
     @property
     def releases(self) -> dict[str, float]:
@@ -424,19 +428,6 @@ class Terms:
 def size_event(noise: float | None) -> dict[SampledGaussian, int]:
     """Return the event of a released size, a count of all records: sensitivity 1, no sampling."""
     return {} if noise is None else {SampledGaussian(1.0, noise): 1}
-
-
-def multipliers_of(mechanism: str, sigmas: Mapping[str, float]) -> dict[str, float]:
-    """Return each channel's noise over its sensitivity to one record."""
-    return {name: sigma / sensitivity(mechanism, name) for name, sigma in sigmas.items()}
-
-
-def check_ratios(channels: Channels) -> None:
-    """Raise InputError: noise that is not > 0. PlanError: no channel."""
-    for name, ratio in channels.items():
-        check.positive(**{f"channels[{name!r}]": ratio})
-    if not channels:
-        raise PlanError("channels is empty: an algorithm that releases nothing needs no terms")
 
 
 def channels(terms: Mapping[str, Terms]) -> str:

@@ -122,11 +122,8 @@ class LossSettings(LossRelease, BaseSettings):
         The loss is released on the first step's batch, in one joint event with its gradient. The
         site's memory holds its next C_l.
         """
-        steps, rate, start = (
-            round_steps(task, self.local_steps),
-            self.learning_rate,
-            task.vectors["w"],
-        )
+        steps, rate = round_steps(task, self.local_steps), self.learning_rate
+        start = task.vectors["w"]
         bound = memory.numbers.get("loss_bound", self.loss_bound)
         batch = next(oracle.batches(1, "gradient", *self.loss_channels))
         w = start.add(batch.gradient(start), alpha=-rate)
@@ -262,8 +259,6 @@ class FairBatch(BatchAround):
         self._weights = weights
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
-        Raises InputError: the solver asks for weights."""
         if weighting != UNIFORM:
             raise InputError(f"weighting is {weighting}: expected none, as the batch has its own")
         return self._inner.gradient(w, self._weights)

@@ -210,8 +210,8 @@ class Ledger:
                 "sigma": event.sigma,
                 "count": new,
             }
-            if alone := self._reserved[run].sigma_alone(event):
-                body["sigma_alone"] = alone
+            if own := self._reserved[run].guarantee.own_share(event):
+                body["sigma_alone"] = own.sigma
             # A simulation's charge protects nobody, so it does not wait for the disk.
             self._chain.append(body, wait=not self.hypothetical)
             self._charged(key, new, round_number, attempt)

@@ -15,7 +15,7 @@ Reservations count, not what was spent: how far a run went may depend on what it
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,10 @@ def _together(runs: dict[str, dict[str, Any]], epsilon: str) -> tuple[float, flo
 def _run(reservation: LedgerEntry, entries: list[LedgerEntry]) -> dict[str, Any]:
     run, spent = reservation["run"], spent_of(reservation["run"], entries)
     promise = Guarantee.read(reservation)
-    cost = Guarantee.of(spent, promise.delta, promise.honest)
+    cost = promise.after(spent)
     if any(entry["kind"] == "unprotected" and entry["run"] == run for entry in entries):
         # Exact numbers left the site: no ε bounds what the run released.
-        promise = cost = Guarantee(math.inf, promise.delta, math.inf, promise.honest)
+        promise = cost = replace(promise, epsilon=math.inf, alone=math.inf)
     reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
     placed = [e for e in entries if e["kind"] == "placement" and e["run"] == run]
     return {

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedpact.common.errors import BudgetExhausted, PolicyRefused
-from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, add_budgets, epsilon
 from fedpact.privacy.guarantee import Guarantee
 
@@ -78,14 +77,8 @@ class FixedSequence:
 
     def costs(self) -> list[tuple[float, float]]:
         """Return pairs (ε of all events, ε reserved): with other sites' noise, and without."""
-        promise = self.guarantee
-        cost = Guarantee.of(self.allowed, promise.delta, promise.honest)
+        promise, cost = self.guarantee, self.guarantee.after(self.allowed)
         return [(cost.epsilon, promise.epsilon), (cost.alone, promise.alone)]
-
-    def sigma_alone(self, event: SampledGaussian) -> float | None:
-        """Return an event's σ with the noise of the site's own share only; None if unshared."""
-        shares = self.guarantee.honest
-        return shared_noise.own_share_event(event, shares).sigma if shares else None
 
     def check(self, run: str, event: SampledGaussian, count: int) -> None:
         """Raise PolicyRefused: not reserved. BudgetExhausted: fewer than `count` are left."""
