@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings
-from fedpact.algorithms.common.steps import round_steps, sgd
+from fedpact.algorithms.common.steps import follow_quantile, round_steps, sgd
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import Local, Numbers, State, Task
@@ -98,16 +98,11 @@ class LossRelease(BaseModel):
     def after(self, bound: float, found: Numbers) -> float:
         """Return the next C_l. found: what `answers` returned, or its means over sites."""
         if self.loss_bound_rule == "quantile":
-            return self.next_bound(bound, found["below"])
+            limits = self.least_loss_bound, self.most_loss_bound
+            rule = self.loss_quantile, self.quantile_rate
+            return follow_quantile(bound, found["below"], *rule, *limits)
         # NaN gives the smallest bound.
         return min(max(self.least_loss_bound, found["loss"]), self.most_loss_bound)
-
-    def next_bound(self, bound: float, share: float) -> float:
-        """Return C_l exp(-η_q (b - γ)) within its range; share: b, of losses at most C_l."""
-        # In logarithms, as a very noisy share would overflow the exponential.
-        logarithm = math.log(bound) - self.quantile_rate * (share - self.loss_quantile)
-        least, most = math.log(self.least_loss_bound), math.log(self.most_loss_bound)
-        return math.exp(min(max(logarithm, least), most))
 
 
 class LossSettings(LossRelease, BaseSettings):

@@ -163,7 +163,10 @@ def best_tau(drift: Drift, kappa: float, iterations: Allowed, most: int) -> int:
     ... 100.0)]
     [1, 3, 5]
     """
-    totals, brackets = _totals(iterations, most), _brackets(drift, kappa, most)
+    check.positive(kappa=kappa)
+    totals = _totals(iterations, most)
+    with np.errstate(over="ignore"):
+        brackets = drift.learning_rate - drift.cost(most) / kappa
     return int(np.argmax(np.where(brackets > 0, totals * np.maximum(brackets, 0), 0))) + 1
 
 
@@ -200,12 +203,6 @@ def tau_by_kappa(drift: Drift, iterations: Allowed, most: int) -> list[tuple[int
 def _totals(iterations: Allowed, most: int) -> Vector:
     check.count(most=most)
     return np.array([check.non_negative(iterations=iterations(t)) for t in range(1, most + 1)])
-
-
-def _brackets(drift: Drift, kappa: float, most: int) -> Vector:
-    check.positive(kappa=kappa)
-    with np.errstate(over="ignore"):
-        return drift.learning_rate - drift.cost(most) / kappa
 
 
 CONTROL_PREFIX: Final = "control/"

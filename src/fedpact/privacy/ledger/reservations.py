@@ -4,8 +4,8 @@ A reservation is a fixed sequence of events, listed before the run. PLD and RDP 
 together, and the reserved (ε, δ) is the guarantee.
 
 If noise is shared (privacy.accounting.shared_noise), an event has the noise of h sites' shares, and
-(ε, δ) holds if h sites are honest. A second ε at the same δ is then reserved for the site's own
-share of each event, which holds against everybody. Every charge counts for both.
+(ε, δ) relies on all h. A second ε at the same δ is then reserved for the site's own share of each
+event, which holds against everybody. Every charge counts for both.
 
 A companion reservation covers other records of the same site than its run, such as those held out
 of training (`CompanionReservation`). A record belongs to one of the two, so the larger counts and
