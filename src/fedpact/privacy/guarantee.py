@@ -40,7 +40,7 @@ class Guarantee:
 
         A part of δ is set aside for the law of a sum of shares (accounting.shared_noise).
         """
-        cost = epsilon(events, shared_noise.usable(delta, honest), accountant)
+        cost = epsilon(events, shared_noise.delta_of_events(delta, honest), accountant)
         if not honest:
             return Guarantee(cost, delta, cost)
         own = shared_noise.all_alone(events, honest)

@@ -277,7 +277,7 @@ class Terms:
     @property
     def delta(self) -> float:
         """The δ for pricing events: with shared noise, less the error of the sum's distribution."""
-        return shared_noise.usable(self.budget.delta, self.honest)
+        return shared_noise.delta_of_events(self.budget.delta, self.honest)
 
     @property
     def units(self) -> float:

@@ -84,7 +84,7 @@ def added_delta(epsilon: float, units: float, shares: int, coordinates: float) -
     return (1 + math.exp(min(700.0, positive(epsilon=epsilon)))) * total
 
 
-def usable(delta: float, shares: int) -> float:
+def delta_of_events(delta: float, shares: int) -> float:
     """Return the δ that is left for events: less ADDED_DELTA if they have shares, not 0."""
     return delta - (ADDED_DELTA if shares else 0.0)
 
