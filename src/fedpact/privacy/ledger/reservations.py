@@ -18,7 +18,7 @@ earlier results were seen.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,19 +46,16 @@ class CompanionReservation:
     split: str
 
 
+@dataclass
 class FixedSequence:
     """Events that may be used in any order, each up to its number in `allowed`."""
 
-    def __init__(
-        self,
-        promise: Guarantee,
-        allowed: Counter[SampledGaussian],
-        beside: CompanionReservation | None = None,
-        unit: str = "record",
-    ) -> None:
-        self.guarantee, self.allowed, self.beside, self.unit = promise, allowed, beside, unit
-        self.spent = Counter[SampledGaussian]()
-        self._largest = 0
+    guarantee: Guarantee
+    allowed: Counter[SampledGaussian]
+    beside: CompanionReservation | None
+    unit: str
+    spent: Counter[SampledGaussian] = field(default_factory=Counter[SampledGaussian])
+    _largest: int = 0
 
     @property
     def entry(self) -> dict[str, Any]:
