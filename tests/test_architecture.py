@@ -230,6 +230,11 @@ def stubs(sources: Sources) -> Iterator[str]:
 PROTOCOLS = (Algorithm, Method, Oracle, Batch, Transport)
 DESCRIBED = {name for protocol in PROTOCOLS for name in vars(protocol)}
 """Functions that are described once, in their protocol, for all algorithms and oracles."""
+ONCE_DESCRIBED = (
+    *("fedpact.algorithms.", "fedpact.simulation."),
+    *("fedpact.privacy.batches", "fedpact.privacy.oracle"),
+)
+"""Where they are written."""
 
 
 def without_docstring(sources: Sources) -> Iterator[str]:
@@ -239,7 +244,7 @@ def without_docstring(sources: Sources) -> Iterator[str]:
         for child in node.body:
             kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
             if isinstance(child, kinds) and not child.name.startswith("_"):
-                among = module.startswith(("fedpact.algorithms.", "fedpact.simulation."))
+                among = module.startswith(ONCE_DESCRIBED)
                 described = among and child.name in DESCRIBED
                 if not (ast.get_docstring(child) or described):
                     yield f"{path}.{child.name} has no docstring"

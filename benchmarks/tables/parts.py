@@ -96,7 +96,7 @@ def _accounts(ledger: Ledger, batch: int, steps_: int) -> dict[str, Work]:
     def accounting() -> None:
         # A history that was not asked for before: answers are kept.
         spent[terms.event] = spent[terms.event] % steps_ + 1
-        terms.epsilon_after(spent)
+        terms.guarantee_after(spent)
 
     return {"ledger": lambda: charge(terms, 0, 1, ("gradient",)), "accounting": accounting}
 

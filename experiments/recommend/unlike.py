@@ -50,7 +50,7 @@ def both(row: str) -> dict[str, dict[str, Any]]:
     found = Recommendation.of(asked).raw
     scene, clip = SimulationSetup.of(fedpact.Plan.parse(found)), found["privacy"]["clip"]
     sizes = list(scene.sizes.values())
-    noise = SiteNoise(budgets, sizes, [None] * len(budgets), clip, None, dealt=True)
+    noise = SiteNoise(budgets, sizes, [None] * len(budgets), clip, shared=False, dealt=True)
     length = 1.0 if "features" in found else clip / 0.2
     alike = full_batch(
         lambda rounds: noise.alike(1.0, rounds),

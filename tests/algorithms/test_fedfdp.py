@@ -25,7 +25,7 @@ def test_the_bound_converges_to_the_quantile(quantile, start):
     settings = Settings(loss_quantile=quantile)
     bound = start
     for _ in range(500):
-        bound = settings.next_bound(bound, share_below(bound))
+        bound = settings.after(bound, {"below": share_below(bound)})
     assert bound == pytest.approx(-math.log(1 - quantile), rel=1e-3)
 
 
@@ -35,7 +35,7 @@ def test_the_wrong_sign_would_run_away(start):
     settings = Settings(loss_quantile=0.5)
     bound = start
     for _ in range(500):
-        bound = settings.next_bound(bound, 1 - share_below(bound))
+        bound = settings.after(bound, {"below": 1 - share_below(bound)})
     assert bound in (
         pytest.approx(settings.least_loss_bound),
         pytest.approx(settings.most_loss_bound),
@@ -45,14 +45,14 @@ def test_the_wrong_sign_would_run_away(start):
 def test_a_step_is_the_papers():
     """C ← C exp(-η_q (b - γ)), Andrew et al., their Section 2."""
     settings = Settings(loss_quantile=0.9, quantile_rate=0.2)
-    assert settings.next_bound(2.0, 0.4) == pytest.approx(2.0 * math.exp(0.1), rel=1e-14)
-    assert settings.next_bound(2.0, 0.9) == pytest.approx(2.0, rel=1e-14)
+    assert settings.after(2.0, {"below": 0.4}) == pytest.approx(2.0 * math.exp(0.1), rel=1e-14)
+    assert settings.after(2.0, {"below": 0.9}) == pytest.approx(2.0, rel=1e-14)
 
 
 @pytest.mark.parametrize(("share", "end"), [(1e9, "least_loss_bound"), (-1e9, "most_loss_bound")])
 def test_noise_cannot_drive_the_bound_out_of_its_range(share, end):
     settings = Settings()
-    assert settings.next_bound(2.0, share) == pytest.approx(getattr(settings, end), rel=1e-14)
+    assert settings.after(2.0, {"below": share}) == pytest.approx(getattr(settings, end), rel=1e-14)
 
 
 class Told:
@@ -94,7 +94,7 @@ def test_a_round_is_the_papers():
         assert bound == 2.0
     assert torch.equal(reply.vectors["w"], moved)
     assert reply.numbers == {"loss": 1.5}
-    assert reply.memory == State(numbers={"loss_bound": settings.next_bound(2.0, 0.4)})
+    assert reply.memory == State(numbers={"loss_bound": settings.after(2.0, {"below": 0.4})})
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_loss_is_the_broadcast_models_on_the_first_batch(steps):
     way = 0.5 * sum(range(1, steps + 1))
     assert torch.equal(local.vectors["w"], start - way)
     assert local.numbers == {"loss": 1.5, "moved": 2 * way**2}
-    assert local.memory.numbers == {"loss_bound": settings.next_bound(2.0, 0.4)}
+    assert local.memory.numbers == {"loss_bound": settings.after(2.0, {"below": 0.4})}
     assert torch.equal(start, torch.tensor([3.0, 4.0]))
 
 

@@ -34,7 +34,9 @@ def test_the_noise_has_the_stated_deviation():
     nobody = torch.zeros(0, 2)
     found = torch.stack(
         [
-            column_scales.release_sums(of, lambda *_: None, nobody, SeededDraws(s, "a", 0))
+            column_scales.answer_columns(
+                of, nobody, 1.0, lambda *_: None, SeededDraws(s, "a", 0)
+            ).means
             for s in range(1000)
         ]
     )

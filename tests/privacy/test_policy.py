@@ -68,9 +68,9 @@ def test_noise_of_more_honest_sites_than_declared_is_refused(honest, tmp_path):
     alone = {"honest": honest, "epsilon_alone_per_run": 99.0, "epsilon_alone_ever": 99.0}
     policy = Policy.parse({**ALLOWED, **alone})
     with Ledger(tmp_path / "ledger.jsonl", "a", hypothetical=True) as ledger:
-        ledger.reserve("before", shared.budget, shared.history(10), shared.shared)
-        counted = shared.epsilon_alone if honest < 2 else 2.0
-        assert sum_reservations(ledger, "new", policy) == ((counted, 1e-5), shared.epsilon_alone)
+        ledger.reserve("before", shared.guarantee, shared.history(10))
+        counted = shared.guarantee.alone if honest < 2 else 2.0
+        assert sum_reservations(ledger, "new", policy) == ((counted, 1e-5), shared.guarantee.alone)
     if honest >= 2:
         policy.check_run("fedavg", shared, NOTHING)
     else:

@@ -69,7 +69,7 @@ def test_size_and_training_together_spend_the_budget(noise):
     (terms,) = plan.terms({"a": 100.0}).values()
     # Calibration stops within 0.02 % of the boundary; both sides are discretised upper bounds.
     assert 2 * (1 - 1e-2) < recount(terms, 20) <= 2 * (1 + 1e-4)
-    assert terms.epsilon_after(terms.history(20)) <= 2
+    assert terms.guarantee_after(terms.history(20)).epsilon <= 2
     (declared,) = Plan.parse({"rounds": 20}).terms({"a": 100.0}).values()
     assert terms.event.sigma > declared.event.sigma
 

@@ -82,7 +82,7 @@ def test_calibrated_terms_keep_the_budget_and_spend_it(
     # Both are upper bounds, from different grids; calibration stops within 0.02 % of the boundary.
     assert recount(terms, steps, accountant) <= budget.epsilon * (1 + 1e-4)
     assert recount(terms, steps, accountant) >= budget.epsilon * (1 - 1e-2)
-    spent = terms.epsilon_after({terms.event: steps})
+    spent = terms.guarantee_after({terms.event: steps}).epsilon
     assert 0.99 * budget.epsilon <= spent <= budget.epsilon
 
 
@@ -110,13 +110,13 @@ def test_rounding_never_lowers_the_joint_noise(spread: float) -> None:
 
 def test_epsilon_after_rounds_bounds_a_recount() -> None:
     terms = calibrated(**COMMON)
-    costs = [terms.epsilon_after({terms.event: t}) for t in (0, 1, 30, 150, 299, 300)]
+    costs = [terms.guarantee_after({terms.event: t}).epsilon for t in (0, 1, 30, 150, 299, 300)]
     assert costs[0] == 0
     assert costs == sorted(costs)
     for steps, cost in zip((30, 150, 300), (costs[2], costs[3], costs[5]), strict=True):
         assert recount(terms, steps, "best") <= cost * (1 + 1e-4)
     rdp = dataclasses.replace(terms, accountant="rdp")
-    assert rdp.epsilon_after({terms.event: 150}) >= costs[3]
+    assert rdp.guarantee_after({terms.event: 150}).epsilon >= costs[3]
 
 
 @pytest.mark.parametrize("accountant", ["best", "rdp"])

@@ -11,8 +11,9 @@ from fedpact.common.errors import DataError
 from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import Budget, History, SampledGaussian, epsilon
 from fedpact.privacy.accounting.tuning_cost import LAWS, winner_epsilon
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.ledger import Ledger
-from fedpact.privacy.ledger.reservations import CompanionReservation, Shared
+from fedpact.privacy.ledger.reservations import CompanionReservation
 from fedpact.report.tuning_cost import count_tuning_cost
 
 DELTA = 1e-5
@@ -36,13 +37,10 @@ def run(
     held: what is promised for the records that `split` holds out.
     """
     for site, events in sites.items():
-        cost = epsilon(events, delta - (shared_noise.ADDED_DELTA if honest else 0))
-        shared = None
-        if honest:
-            shared = Shared(honest, epsilon(shared_noise.all_alone(events, honest), delta))
+        promise = Guarantee.of(events, delta, honest)
         file = path / "sites" / site / "ledger.jsonl"
         with Ledger(file, site, hypothetical=True) as ledger:
-            ledger.reserve(path.name, Budget(cost, delta), events, shared=shared, unit=unit)
+            ledger.reserve(path.name, promise, events, unit=unit)
             if held:
                 budget, beside = (
                     Budget(epsilon(held, delta), delta),

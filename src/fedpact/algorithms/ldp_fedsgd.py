@@ -110,48 +110,28 @@ def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
     coordinate."""
     w, number = state.vectors["w"], int(state.numbers["round"]) + 1
     rate = settings.learning_rate / (number if settings.step_schedule == "inverse" else 1)
-    public = _Public()
-    if settings.aggregation == "batch_size":
-        gradient = public.mean_by_size(replies)
-        weights = [size / math.fsum(public.sizes) for size in public.sizes]
-    else:
-        penalty = settings.bias_penalty / len(w)
-        gradient = public.mean_of_least_noise(replies, penalty)
-        weights = least_noise(public.sizes, public.variances, penalty)
-    noise = math.fsum(a * a * v for a, v in zip(weights, public.variances, strict=True))
-    return State({"w": w.add(gradient, alpha=-rate)}, {"round": number, "noise_variance": noise})
+    sizes, variances, penalty = list[float](), list[float](), settings.bias_penalty / len(w)
+    by_size = settings.aggregation == "batch_size"
 
-
-class _Public:
-    """The sites' public numbers, J_k and v_k, picked up while their gradients are folded."""
-
-    def __init__(self) -> None:
-        self.sizes: list[float] = []
-        self.variances: list[float] = []
-
-    def mean_by_size(self, replies: Iterable[Reply]) -> Tensor:
-        """Return Σ J_k/J g_k [d]."""
-        weighted = (replace(r, weight=r.numbers["batch_size"]) for r in self._noted(replies))
-        return weighted_mean(weighted, vectors=("gradient",)).vectors["gradient"]
-
-    def mean_of_least_noise(self, replies: Iterable[Reply], penalty: float) -> Tensor:
-        """Return Σ ω_k g_k [d] by one pass, though the ω_k are known at its end only.
-
-        With s_k = 1/(v_k + κ) it is (κ/J) Σ s_k J_k g_k + ν Σ s_k g_k.
-        """
-        folded = weighted_mean(
-            (_shared(reply, penalty) for reply in self._noted(replies)), vectors=("sized", "even")
-        ).vectors
-        shares = math.fsum(1 / (v + penalty) for v in self.variances)
-        nu = multiplier(self.sizes, self.variances, penalty)
-        sized = folded["sized"].mul_(penalty * shares / math.fsum(self.sizes))
-        return sized.add_(folded["even"], alpha=nu * shares)
-
-    def _noted(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+    def noted() -> Iterator[Reply]:
         for reply in replies:
-            self.sizes.append(positive(batch_size=reply.numbers["batch_size"]))
-            self.variances.append(non_negative(noise_variance=reply.numbers["noise_variance"]))
-            yield reply
+            sizes.append(positive(batch_size=reply.numbers["batch_size"]))
+            variances.append(non_negative(noise_variance=reply.numbers["noise_variance"]))
+            yield replace(reply, weight=sizes[-1]) if by_size else _shared(reply, penalty)
+
+    if by_size:
+        gradient = weighted_mean(noted(), vectors=("gradient",)).vectors["gradient"]
+        weights = [size / math.fsum(sizes) for size in sizes]
+    else:
+        # Σ ω_k g_k in one pass, though the ω_k are known at its end only: with s_k = 1/(v_k + κ)
+        # it is (κ/J) Σ s_k J_k g_k + ν Σ s_k g_k.
+        folded = weighted_mean(noted(), vectors=("sized", "even")).vectors
+        shares = math.fsum(1 / (v + penalty) for v in variances)
+        gradient = folded["sized"].mul_(penalty * shares / math.fsum(sizes))
+        gradient.add_(folded["even"], alpha=multiplier(sizes, variances, penalty) * shares)
+        weights = least_noise(sizes, variances, penalty)
+    noise = math.fsum(a * a * v for a, v in zip(weights, variances, strict=True))
+    return State({"w": w.add(gradient, alpha=-rate)}, {"round": number, "noise_variance": noise})
 
 
 def _shared(reply: Reply, penalty: float) -> Reply:

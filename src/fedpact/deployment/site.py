@@ -445,7 +445,7 @@ class Site:
         terms = self._terms
         events, unit = terms.history(terms.steps), terms.protects
         ledger, run = self.ledger, self.run
-        ledger.reserve(run, terms.budget, events, terms.shared, unit=unit, only_ask=only_ask)
+        ledger.reserve(run, terms.guarantee, events, unit=unit, only_ask=only_ask)
         self._examiner.reserve(ledger, run, only_ask=only_ask)
 
     def _check_policy(self) -> None:

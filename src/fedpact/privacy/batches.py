@@ -19,6 +19,7 @@ per-sample clipping.
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -29,20 +30,12 @@ from fedpact.common.check import non_negative, positive
 from fedpact.common.errors import PolicyRefused
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, sent
-from fedpact.per_sample.clipping import (
-    UNIFORM,
-    Weighting,
-    check_clip,
-    slack,
-    within,
-)
+from fedpact.per_sample.clipping import UNIFORM, Weighting, check_clip, slack, within
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
-from fedpact.per_sample.tracing.keyed_draws import Seed
 
 _Take = Callable[[Tensor, Tensor, Placement | None], Tensor]
 _TakeShared = Callable[[Tensor, Tensor, Tensor | None, Placement | None], Tensor]
-_TakeRows = Callable[[slice], Tensor]
 _Finish = Callable[[Tensor], Tensor]
 
 _logger = logging.getLogger("fedpact.site")
@@ -102,22 +95,18 @@ def measure_each(measure: _Take, x: Tensor, y: Tensor, layout: Placement | None 
     return found
 
 
-def _good(take: _TakeRows, count: int, error: Exception) -> Tensor:
+def _good(take: Callable[[slice], Tensor], count: int, error: Exception) -> Tensor:
     """Return the indices, on the CPU, of the records at which `take` does not raise."""
-    good = [j for j in range(count) if _taken(take, slice(j, j + 1))]
+    good = list[int]()
+    for j in range(count):
+        with suppress(Exception):  # whatever a model may raise at a record
+            take(slice(j, j + 1))
+            good.append(j)
     _tell(
         f"the model fails on some records of a batch, which get weight 0: {_words(error)}; "
         "declare the ranges, categories or vocabulary that the model accepts"
     )
     return torch.tensor(good, dtype=torch.int64)
-
-
-def _taken(take: _TakeRows, rows: slice) -> bool:
-    try:
-        take(rows)
-    except Exception:  # whatever a model may raise at a record
-        return False
-    return True
 
 
 def _words(error: Exception) -> str:
@@ -222,7 +211,6 @@ class PlainBatch(OpenChannels):
         super().__init__(channels)
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         self.use("gradient")
         self._kernel.model.load(w)
         weights = None if weighting == UNIFORM else weighting
@@ -230,29 +218,26 @@ class PlainBatch(OpenChannels):
         return total / self._expected
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), which are not clipped."""
         self.use("difference")
         del bound
         total = self._kernel.difference(self._x, self._y, w, anchor, self._shares)
         return total / self._expected
 
     def loss(self, w: Tensor, bound: float) -> float:
-        """Return the mean of the losses at w [d], which are not clipped."""
         self.use("loss")
         del bound
-        self._kernel.model.load(w)
-        losses = self._kernel.losses(self._x, self._y)
-        return float(person_shares(losses, self._shares).sum()) / self._expected
+        return self._mean(w, lambda losses: losses)
 
     def below(self, w: Tensor, bound: float, of: Counted = "loss") -> float:
-        """Return the share of records with at most bound at w [d]; see Batch.below."""
         self.use("below")
         if of == "norm":
             return 1.0
+        return self._mean(w, lambda losses: (losses <= bound).double() - 0.5) + 0.5
+
+    def _mean(self, w: Tensor, of: Callable[[Tensor], Tensor]) -> float:
         self._kernel.model.load(w)
-        losses = self._kernel.losses(self._x, self._y)
-        votes = person_shares((losses <= bound).double() - 0.5, self._shares)
-        return float(votes.sum()) / self._expected + 0.5
+        values = of(self._kernel.losses(self._x, self._y))
+        return float(person_shares(values, self._shares).sum()) / self._expected
 
 
 def person_shares(values: Tensor, shares: Tensor | None) -> Tensor:
@@ -274,22 +259,15 @@ class NoiseTerms(Protocol):
         ...
 
     @property
-    def batch_size(self) -> float:
-        """The expected batch size q N."""
-        ...
+    def batch_size(self) -> float: ...
 
     @property
-    def noise_variance(self) -> float:
-        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
-        ...
+    def noise_variance(self) -> float: ...
 
 
-class AddNoise(Protocol):
-    """Draws.add_noise of one step: total [k] plus N(0, σ_c² bound²) in every entry."""
-
-    def __call__(self, total: Tensor, sigma: float, sensitivity: float, *, purpose: str) -> Tensor:
-        """Return the noisy total. purpose: the channel; each has independent noise."""
-        ...
+AddNoise = Callable[..., Tensor]
+"""Draws.add_noise of one step: (total [k], σ_c, bound, purpose=channel) -> total + N(0, σ_c²
+bound²), with independent noise for each channel."""
 
 
 K = TypeVar("K", bound="Kernel")
@@ -315,11 +293,9 @@ class NoisyBatch(OpenChannels, Generic[K]):
 
     @property
     def noise_variance(self) -> float:
-        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
         return self._terms.noise_variance
 
     def loss(self, w: Tensor, bound: float) -> float:
-        """Return the mean of the losses at w [d], each clipped to [0, bound]."""
         self.use("loss")
         check_clip("bound", positive(bound=bound))
         losses, finite = self._values(w, "loss")
@@ -328,7 +304,6 @@ class NoisyBatch(OpenChannels, Generic[K]):
         return float(self.noisy(total, "loss", bound)) / self._terms.batch_size
 
     def below(self, w: Tensor, bound: float, of: Counted = "loss") -> float:
-        """Return the share of records with at most bound at w [d]; see Batch.below."""
         self.use("below")
         unit = 1.0 if of == "loss" else self._terms.clip
         values, finite = self._values(w, of)
@@ -372,7 +347,6 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
     """γ of automatic clipping, where it is meant."""
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over."""
         self.use("gradient")
         self._kernel.model.load(w)
         clip = clip_for(self._terms.clip, self._terms.batch_size)
@@ -384,12 +358,9 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         def take(x: Tensor, y: Tensor, shares: Tensor | None, layout: Placement | None) -> Tensor:
             return clipped_sum(x, y, clip, weights, self._most(y, shares), shares, layout)
 
-        finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))
-        total = sum_finite(take, self._x, self._y, self._shares, w, finish, self._layout)
-        return self.noisy(total, "gradient", self._terms.clip).div_(self._terms.batch_size)
+        return self._released("gradient", take, w, clip, self._terms.clip)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d]."""
         self.use("difference")
         if non_negative(bound=bound) == 0:
             return torch.zeros_like(w)
@@ -401,9 +372,14 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
             most = self._most(y, shares)
             return clipped_difference(x, y, w, anchor, clip, most, shares, layout)
 
+        return self._released("difference", take, w, clip, bound)
+
+    def _released(
+        self, channel: str, take: _TakeShared, w: Tensor, clip: float, bound: float
+    ) -> Tensor:
         finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))
         total = sum_finite(take, self._x, self._y, self._shares, w, finish, self._layout)
-        return self.noisy(total, "difference", bound).div_(self._terms.batch_size)
+        return self.noisy(total, channel, bound).div_(self._terms.batch_size)
 
 
 class AutomaticBatch(PerSampleBatch):
@@ -420,26 +396,20 @@ _SLACK = 1e-6
 
 
 class BatchClippedKernel:
-    """Clipped mean gradients of one model. Raises ModelError, as PerSampleKernel does.
+    """Clipped mean gradients of one model. All else is as PerSampleKernel's, which it uses.
 
-    apart: the kernel that sums gradients and computes losses; by default a new one.
+    Raises ModelError, as that does.
     """
 
-    def __init__(self, model: FlatModel, loss: Loss, apart: PerSampleKernel | None = None) -> None:
+    def __init__(self, model: FlatModel, loss: Loss) -> None:
         self.model, self.loss = model, loss
-        self._apart = apart or PerSampleKernel(model, loss)
+        self._apart = apart = PerSampleKernel(model, loss)
+        self.seed, self.losses, self.norms = apart.seed, apart.losses, apart.norms
+        self.way = apart.way
 
-    def seed(self, seed: Seed) -> None:
-        """Set the seed of random layers from now on; see PerSampleKernel."""
-        self._apart.seed(seed)
-
-    def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
-        """The per-sample losses [B] at the model's weights, without gradient."""
-        return self._apart.losses(x, y, layout)
-
-    def norms(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
-        """The norms ‖g_j‖ [B] of the per-sample gradients at the model's weights."""
-        return self._apart.norms(x, y, layout)
+    def verify(self, x: Tensor, y: Tensor) -> None:
+        """Check that the model does not mix a batch's records. Raises ModelError otherwise."""
+        self._apart.verify(x, y)
 
     def clipped_mean(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """Return ḡ min(1, C/‖ḡ‖) [d], ḡ the mean gradient of the records x, y [B, ...].
@@ -455,14 +425,6 @@ class BatchClippedKernel:
         scale = (clip * (1 - _SLACK) / norm).clamp_max(1)
         return torch.where(norm.isfinite(), exact * scale, 0).to(mean.dtype)
 
-    def way(self, x: Tensor, y: Tensor) -> str:
-        """Return how the records of x, y [B, ...] are separated, as PerSampleKernel.way does."""
-        return self._apart.way(x, y)
-
-    def verify(self, x: Tensor, y: Tensor) -> None:
-        """Check that the model does not mix a batch's records. Raises ModelError otherwise."""
-        self._apart.verify(x, y)
-
 
 Kernel = PerSampleKernel | BatchClippedKernel
 """What computes gradients in a private run."""
@@ -472,8 +434,6 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
     """A batch whose mean gradient is clipped as a whole."""
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
-        Raises PolicyRefused: a weighting, part of a per-record clip."""
         self.use("gradient")
         if weighting != UNIFORM:
             raise PolicyRefused(
@@ -492,8 +452,6 @@ class BatchClippedBatch(NoisyBatch[BatchClippedKernel]):
         return self.noisy(mean, "gradient", self._terms.clip)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d].
-        Raises PolicyRefused: its sensitivity is not proven under batch clipping."""
         del w, anchor, bound
         raise PolicyRefused(
             "a gradient difference was asked for under batch clipping, which has no sensitivity "

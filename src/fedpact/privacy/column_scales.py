@@ -135,11 +135,6 @@ def advise_of_loud(origin: str, sites: Iterable[tuple[FullDataRelease | None, fl
         )
 
 
-def release_sums(of: FullDataRelease, charge: ChargeOnce, u: Tensor, draws: Draws) -> Tensor:
-    """Return `sums` of records u [n, m] with noise, float64 [2 m]. Raises what `charge` raises."""
-    return of.release(charge, lambda: {_CHANNEL: sums(u)}, draws)[_CHANNEL]
-
-
 def answer_columns(
     of: FullDataRelease | None, u: Tensor, size: float, charge: ChargeOnce | None, draws: Draws
 ) -> Means:
@@ -152,7 +147,8 @@ def answer_columns(
         raise PolicyRefused(
             f"what scales {u.shape[1]} columns was asked for: this run has {of} for the site"
         )
-    return Means(release_sums(of, charge, u, draws) / size, deviation(of), size)
+    found = of.release(charge, lambda: {_CHANNEL: sums(u)}, draws)[_CHANNEL]
+    return Means(found / size, deviation(of), size)
 
 
 def sums(u: Tensor) -> Tensor:

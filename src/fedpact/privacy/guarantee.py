@@ -6,9 +6,13 @@ Terms, ledgers and run folders make one; reports, receipts and commands pass it 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 from fedpact.common.format import upper
+from fedpact.privacy.accounting import shared_noise
+from fedpact.privacy.accounting.accountant import Accountant, History, SampledGaussian, epsilon
+from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,42 @@ class Guarantee:
     delta: float
     alone: float
     honest: int = 0
+
+    @staticmethod
+    def of(
+        events: History, delta: float, honest: int, accountant: Accountant = "best"
+    ) -> "Guarantee":
+        """Return upper bounds for events that have the noise of `honest` shares, 0 for their own.
+
+        A part of δ is set aside for the law of a sum of shares (accounting.shared_noise).
+        """
+        cost = epsilon(events, shared_noise.delta_of_events(delta, honest), accountant)
+        if not honest:
+            return Guarantee(cost, delta, cost)
+        own = shared_noise.all_alone(events, honest)
+        return Guarantee(cost, delta, epsilon(own, delta, accountant), honest)
+
+    def after(self, events: History) -> "Guarantee":
+        """Return upper bounds at δ for some of the events that this guarantee was given for."""
+        return Guarantee.of(events, self.delta, self.honest)
+
+    def own_share(self, event: SampledGaussian) -> SampledGaussian | None:
+        """Return an event with the noise of a site's own share only; None if noise is unshared."""
+        return shared_noise.own_share_event(event, self.honest) if self.honest else None
+
+    def per_person(self, events: History, records: int) -> "Guarantee":
+        """Return upper bounds at δ for a person's `records` records together.
+
+        events: those that this guarantee was given for, a run's promise.
+        """
+        if not self.honest:
+            cost = epsilon_per_person(events, self.delta, records)
+            return Guarantee(cost, self.delta, cost)
+        own = shared_noise.all_alone(events, self.honest)
+        alone = epsilon_per_person(own, self.delta, records)
+        price = partial(epsilon_per_person, events, records=records)
+        cost = shared_noise.cover(price, self.delta, self.epsilon, alone)
+        return Guarantee(cost, self.delta, alone, self.honest)
 
     @staticmethod
     def read(

@@ -89,23 +89,18 @@ class Charge:
                 f"channels {list(channels)} were asked for: this run's terms at the site name "
                 f"{sorted(terms.sigmas)}, each once a batch"
             )
-        self.ledger.charge(
-            self.run,
-            f"{self.round}/{first}/{self.digest}",
-            terms.event,
-            count,
-            purpose=channels,
-            round_number=self.round,
-            attempt=self.attempt,
-        )
+        self._charge(first, terms.event, count, channels)
 
     def once(self, event: SampledGaussian, purpose: tuple[str, ...]) -> None:
         """Charge one event over all records, outside any batch. purpose: what it is for."""
+        self._charge("once", event, 1, purpose)
+
+    def _charge(
+        self, at: int | str, event: SampledGaussian, count: int, purpose: tuple[str, ...]
+    ) -> None:
+        request = f"{self.round}/{at}/{self.digest}"
         self.ledger.charge(
-            self.run,
-            f"{self.round}/once/{self.digest}",
-            event,
-            1,
+            *(self.run, request, event, count),
             purpose=purpose,
             round_number=self.round,
             attempt=self.attempt,
@@ -254,15 +249,24 @@ class Oracle(Protocol):
         ...
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        """Yield `count` batches that answer these channels; asking for the next closes the last."""
+        """Yield `count` batches that answer these channels; asking for the next closes the last.
+
+        Raises BudgetExhausted and PolicyRefused, before any record is read.
+        """
         ...
 
     def opening(self, *channels: str) -> Batch:
-        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
+        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening.
+
+        Raises BudgetExhausted, and PolicyRefused: the terms have no opening.
+        """
         ...
 
     def columns(self) -> column_scales.Means:
-        """Return the scales of the site's columns; once, before the first round."""
+        """Return the scales of the site's columns; once, before the first round.
+
+        Raises BudgetExhausted, and PolicyRefused: the terms have no such release.
+        """
         ...
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
@@ -299,23 +303,19 @@ class PlainOracle:
         self._step = 0
 
     def batches(self, count: int, *channels: str) -> Iterator["PlainBatch"]:
-        """Yield `count` batches that answer these channels; asking for the next closes the last."""
         for _ in range(at_least_one(count=count)):
             batch = self._batch(self.sampling_rate, channels)
             yield batch
             batch.close()
 
     def opening(self, *channels: str) -> "PlainBatch":
-        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening."""
         return self._batch(self._opening_rate, channels)
 
     def columns(self) -> column_scales.Means:
-        """Return the scales of the site's columns; once, before the first round."""
         found = column_scales.sums(self._records.x[:, list(self._records.columns)])
         return column_scales.Means(found / self._size, 0.0, self._size)
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
         self._kernel.seed(_seed_of(self._draws, 0))
         return self._kernel.mean_over(self._records.x, self._records.y, w)
 
@@ -358,31 +358,15 @@ class PrivateOracle:
         self._records, self._kernel, self._draws = records, kernel, draws
         self._terms, self._charge, self._left, self._exact = terms, charge, left, exact
         self._step, self._placement = 0, placement
+        self.sampling_rate, self.batch_size = terms.rate, terms.batch_size
+        self.noise_variance = terms.noise_variance
         self.shares: dict[str, Tensor] = {}
 
     @property
-    def batch_size(self) -> float:
-        """The expected batch size q_i N_i, a public number."""
-        return self._terms.batch_size
-
-    @property
-    def sampling_rate(self) -> float:
-        """q_i, the probability that a record is in a batch; 1/q_i steps make an epoch. Public."""
-        return self._terms.rate
-
-    @property
-    def noise_variance(self) -> float:
-        """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
-        return self._terms.noise_variance
-
-    @property
     def steps_left(self) -> float:
-        """How many batches the site's reservation still allows, public; inf in a plain run."""
         return self._left()
 
     def batches(self, count: int, *channels: str) -> Iterator[PerSampleBatch | BatchClippedBatch]:
-        """Yield `count` batches that answer these channels; asking for the next closes the last.
-        Raises BudgetExhausted and PolicyRefused, before any record is read."""
         self._charge(self._terms, self._step, at_least_one(count=count), channels)
         first = self._step
         self._step += count
@@ -392,21 +376,17 @@ class PrivateOracle:
             batch.close()
 
     def opening(self, *channels: str) -> PerSampleBatch | BatchClippedBatch:
-        """Return the batch that opens a round, sampled at the rate of the algorithm's Opening.
-        Raises BudgetExhausted, and PolicyRefused: the terms have no opening."""
         if not self._terms.openings:
             raise PolicyRefused(
                 f"an opening with {list(channels)} was asked for: this run's terms at the site "
                 "name none"
             )
-        opening = self._terms.opening
-        self._charge(opening, self._step, 1, channels)
+        step, opening = self._step, self._terms.opening
+        self._charge(opening, step, 1, channels)
         self._step += 1
-        return self._batch(opening, self._step - 1, channels)
+        return self._batch(opening, step, channels)
 
     def columns(self) -> column_scales.Means:
-        """Return the scales of the site's columns; once, before the first round. Raises
-        BudgetExhausted, and PolicyRefused: the terms have no such release."""
         once = self._charge.once if isinstance(self._charge, Charge) else None
         u = self._records.x[:, list(self._records.columns)]
         return column_scales.answer_columns(
@@ -414,7 +394,6 @@ class PrivateOracle:
         )
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
         if self._exact is None:
             raise PolicyRefused(
                 "exact numbers over all records were asked for, but this run is private; remove "

@@ -175,13 +175,13 @@ class Policy(BaseModel):
         if terms.honest > self.honest:
             raise PolicyRefused(
                 f"the run's ε = {terms.budget.epsilon:g} needs the noise of {terms.honest} honest "
-                f"sites (ε = {terms.epsilon_alone:.4g} without): the site's policy has honest = "
+                f"sites (ε = {terms.guarantee.alone:.4g} without): the site's policy has honest = "
                 f"{self.honest}; to allow it, the owner sets honest = {terms.honest}, "
                 "epsilon_alone_per_run and epsilon_alone_ever"
             )
         per_run, ever = self.epsilon_alone_per_run, self.epsilon_alone_ever
         if per_run is not None and ever is not None:
-            alone = terms.epsilon_alone
+            alone = terms.guarantee.alone
             _at_most("epsilon_alone", alone, "epsilon_alone_per_run", per_run)
             _at_most("epsilon_alone", add_budgets([reserved, alone]), "epsilon_alone_ever", ever)
 

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -44,11 +44,9 @@ from fedpact.privacy.accounting.accountant import (
     joint,
 )
 from fedpact.privacy.accounting.calibration import smallest_scale
-from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 from fedpact.privacy.batches import clip_for, most_records
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.ledger import Ledger
-from fedpact.privacy.ledger.reservations import Shared
 from fedpact.privacy.mechanisms import mechanism_of, sensitivity
 
 
@@ -150,7 +148,8 @@ class Opening:
     """The joint event that opens a round, in addition to the batches of the local steps.
 
     rate: each record's probability of being in it, in (0, 1]; 1 takes all, without amplification.
-    channels: channel name -> noise relative to the batches' base σ, > 0. Raises InputError.
+    channels: channel name -> noise relative to the batches' base σ, > 0. Raises InputError;
+    PlanError: no channel.
     """
 
     rate: float
@@ -158,7 +157,10 @@ class Opening:
 
     def __post_init__(self) -> None:
         check.rate(rate=self.rate)
-        check_ratios(self.channels)
+        for name, ratio in self.channels.items():
+            check.positive(**{f"channels[{name!r}]": ratio})
+        if not self.channels:
+            raise PlanError("channels is empty: an algorithm that releases nothing needs no terms")
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ class Terms:
     @property
     def delta(self) -> float:
         """The δ for pricing events: with shared noise, less the error of the sum's distribution."""
-        return self.budget.delta - (shared_noise.ADDED_DELTA if self.honest else 0.0)
+        return shared_noise.delta_of_events(self.budget.delta, self.honest)
 
     @property
     def units(self) -> float:
@@ -302,7 +304,7 @@ class Terms:
     @property
     def multipliers(self) -> dict[str, float]:
         """Each channel's noise multiplier: its noise over its sensitivity to one record."""
-        return multipliers_of(self.mechanism, self.sigmas)
+        return {name: s / sensitivity(self.mechanism, name) for name, s in self.sigmas.items()}
 
     @property
     def releases(self) -> dict[str, float]:
@@ -376,16 +378,6 @@ class Terms:
         """
         return max(0, self.history(self.steps)[self.event] - spent.get(self.event, 0))
 
-    def epsilon_after(self, spent: History) -> float:
-        """Return an upper bound on ε at the site's δ after `spent`; cheap to compute."""
-        return self._running(spent)
-
-    def epsilon_alone_after(self, spent: History) -> float:
-        """Return ε after `spent` without any other site's noise: it holds even if all collude."""
-        if not self.honest:
-            return self.epsilon_after(spent)
-        return self._running_alone(shared_noise.all_alone(spent, self.honest))
-
     @property
     def shares_noise(self) -> bool:
         """Whether ε is about sums over sites that share the noise."""
@@ -401,20 +393,28 @@ class Terms:
         sigmas = {name: sigma * math.sqrt(of) for name, sigma in self.sigmas.items()}
         return replace(self, sigmas=sigmas, honest=1)
 
-    @property
+    @cached_property
     def guarantee(self) -> Guarantee:
         """The budget, and ε of all that is reserved if no other site's share is noise."""
-        return Guarantee(self.budget.epsilon, self.budget.delta, self.epsilon_alone, self.honest)
+        alone = self.budget.epsilon
+        if self.honest:
+            alone = epsilon(self._own_shares, self.budget.delta, self.accountant)
+        return Guarantee(self.budget.epsilon, self.budget.delta, alone, self.honest)
 
     def guarantee_after(self, spent: History) -> Guarantee:
-        """Return upper bounds after some of the reserved events."""
-        with_others, alone = self.epsilon_after(spent), self.epsilon_alone_after(spent)
-        return Guarantee(with_others, self.budget.delta, alone, self.honest)
+        """Return upper bounds after some of the reserved events; cheap to compute."""
+        cost = alone = self._running(spent)
+        if self.honest:
+            alone = self._running_alone(shared_noise.all_alone(spent, self.honest))
+        return Guarantee(cost, self.budget.delta, alone, self.honest)
+
+    def per_person(self, records: int) -> Guarantee:
+        """Return upper bounds on what is reserved for a person's `records` records together."""
+        return self.guarantee.per_person(self.history(self.steps), records)
 
     @property
-    def shared(self) -> Shared | None:
-        """How noise is shared, as the ledger records it; None if the noise is the site's own."""
-        return Shared(self.honest, self.epsilon_alone) if self.honest else None
+    def _own_shares(self) -> History:
+        return shared_noise.all_alone(self.history(self.steps), self.honest)
 
     @cached_property
     def _running(self) -> RunningEpsilon:
@@ -422,49 +422,12 @@ class Terms:
 
     @cached_property
     def _running_alone(self) -> RunningEpsilon:
-        own = shared_noise.all_alone(self.history(self.steps), self.honest)
-        return RunningEpsilon(own, self.budget.delta, self.accountant)
-
-    @cached_property
-    def epsilon_alone(self) -> float:
-        """ε at δ of all reserved events, without any other site's noise."""
-        if not self.honest:
-            return self.budget.epsilon
-        own = shared_noise.all_alone(self.history(self.steps), self.honest)
-        return epsilon(own, self.budget.delta, self.accountant)
-
-    def per_person(self, records: int, *, alone: bool = False) -> float:
-        """Return ε at δ of all reserved events for a person's `records` records together.
-
-        alone: without any other site's noise; for the other case see shared_noise.cover.
-        """
-        history = self.history(self.steps)
-        if not self.honest:
-            return epsilon_per_person(history, self.delta, records)
-        own = shared_noise.all_alone(history, self.honest)
-        cost = epsilon_per_person(own, self.budget.delta, records)
-        if alone:
-            return cost
-        price = partial(epsilon_per_person, history, records=records)
-        return shared_noise.cover(price, self.budget.delta, self.budget.epsilon, cost)
+        return RunningEpsilon(self._own_shares, self.budget.delta, self.accountant)
 
 
 def size_event(noise: float | None) -> dict[SampledGaussian, int]:
     """Return the event of a released size, a count of all records: sensitivity 1, no sampling."""
     return {} if noise is None else {SampledGaussian(1.0, noise): 1}
-
-
-def multipliers_of(mechanism: str, sigmas: Mapping[str, float]) -> dict[str, float]:
-    """Return each channel's noise over its sensitivity to one record."""
-    return {name: sigma / sensitivity(mechanism, name) for name, sigma in sigmas.items()}
-
-
-def check_ratios(channels: Channels) -> None:
-    """Raise InputError: noise that is not > 0. PlanError: no channel."""
-    for name, ratio in channels.items():
-        check.positive(**{f"channels[{name!r}]": ratio})
-    if not channels:
-        raise PlanError("channels is empty: an algorithm that releases nothing needs no terms")
 
 
 def channels(terms: Mapping[str, Terms]) -> str:

@@ -73,14 +73,11 @@ def with_epsilon(
     record: RoundRecord, terms: Mapping[str, Terms], spent: Mapping[str, History]
 ) -> RoundRecord:
     """Return a round's record with each site's ε so far, from the events charged to it."""
+    found = {name: terms[name].guarantee_after(events) for name, events in spent.items()}
     return replace(
         record,
-        epsilon={name: terms[name].epsilon_after(events) for name, events in spent.items()},
-        epsilon_alone={
-            name: terms[name].epsilon_alone_after(events)
-            for name, events in spent.items()
-            if terms[name].shares_noise
-        },
+        epsilon={name: each.epsilon for name, each in found.items()},
+        epsilon_alone={name: each.alone for name, each in found.items() if each.condition},
     )
 
 
@@ -168,7 +165,7 @@ def _summary(
     if plan.private and status in ("accuracy", "patience"):
         # The stopping time depended on released numbers, so only the reserved ε is guaranteed.
         spent = {n: terms[n].budget.epsilon for n in spent}
-        alone = {n: terms[n].epsilon_alone for n in alone}
+        alone = {n: terms[n].guarantee.alone for n in alone}
     return {
         "status": status,
         "private": plan.private,

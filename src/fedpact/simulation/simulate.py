@@ -367,7 +367,7 @@ def _promise(sites: list[VirtualSite], ledgers: Mapping[str, Ledger]) -> None:
 
 def _reserve(site: VirtualSite, ledger: Ledger, terms: Terms, *, only_ask: bool = False) -> None:
     events, unit = terms.history(terms.steps), terms.protects
-    ledger.reserve(site.run, terms.budget, events, terms.shared, unit=unit, only_ask=only_ask)
+    ledger.reserve(site.run, terms.guarantee, events, unit=unit, only_ask=only_ask)
 
 
 def _sites(scene: SimulationSetup, folder: Folder, run: str) -> list[VirtualSite]:

@@ -319,8 +319,8 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         **terms.guarantee.entries,
         # 0: no coarse grid; else the noise's deviation in units of the grid.
         "grid": terms.units,
-        "epsilon_per_person": {str(k): terms.per_person(k) for k in records},
-        "epsilon_alone_per_person": {str(k): terms.per_person(k, alone=True) for k in records}
+        "epsilon_per_person": {str(k): terms.per_person(k).epsilon for k in records},
+        "epsilon_alone_per_person": {str(k): terms.per_person(k).alone for k in records}
         if terms.shares_noise
         else None,
         # Which accountant gave the smallest bound, if it is "best".

@@ -252,15 +252,15 @@ class SiteNoise:
     """The public facts that determine the noise.
 
     budgets, sizes: (ε, δ) and N_k > 0 of each of the K sites. columns: each site's release of
-    columns' scales, if any. clip: C. honest: the number of sites whose noise protects a sum, None
-    if each site adds its own. dealt: whether records are assigned to sites at random.
+    columns' scales, if any. clip: C. shared: whether sites share the noise of a sum, and do not
+    each add their own. dealt: whether records are assigned to sites at random.
     """
 
     budgets: Sequence[Budget]
     sizes: Sequence[float]
     columns: Sequence[FullDataRelease | None]
     clip: float
-    honest: int | None
+    shared: bool
     dealt: bool
 
     @property
@@ -271,7 +271,7 @@ class SiteNoise:
     @property
     def weighed(self) -> bool:
         """Whether sites are weighted by their noise."""
-        return self.honest is None and len(set(self.budgets)) > 1
+        return not self.shared and len(set(self.budgets)) > 1
 
     def sigma(self, rate: float, rounds: int, weights: int) -> float:
         """Return the σ of K equal sites that would give the same total noise.

@@ -198,7 +198,7 @@ class _Public:
             tuple(sizes.values()),
             columns,
             clip=float(f"{_CLIP * length * heaviest(asked.document):.1g}"),
-            honest=honest if asked.trust == "sum" else None,
+            shared=asked.trust == "sum",
             # What is declared stands for sites whose records nobody deals out.
             dealt=asked.size is None and asked.partition.get("kind", "iid") == "iid",
         )
@@ -227,11 +227,8 @@ class _Public:
         weights = self._weights(self.model, self.features)
         return full_batch(
             lambda rounds: self.noise.sigma(1.0, rounds, weights),
-            self.records,
-            self.asked.sites,
-            self.asked.rounds,
+            *(self.records, self.shares, self.asked.rounds),
             weights=weights,
-            honest=self.honest,
             clip=self.noise.clip,
             length=self.length,
         )

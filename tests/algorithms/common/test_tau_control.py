@@ -93,7 +93,7 @@ def replies(controller, made, w, steps, memories=None, inner=plain_sgd):
 
 def folded(controller, made, w, steps, memories=None, inner=plain_sgd):
     """What the server holds after one round from w, without any before it."""
-    fold = tau_control.Fold(tau_control.SiteReport(w, steps, RATE), CONTROL_PREFIX)
+    fold = tau_control.Fold(w, steps, RATE)
     after = weighted_mean(fold.through(replies(controller, made, w, steps, memories, inner)))
     return tau_control.update_averages({}, fold), after.vectors["w"]
 
@@ -263,7 +263,7 @@ def test_the_spread_falls_with_sites_and_rounds():
         for _ in range(trials):
             numbers = {}
             for _ in range(rounds):
-                fold = tau_control.Fold(tau_control.SiteReport(w, 2, RATE), CONTROL_PREFIX)
+                fold = tau_control.Fold(w, 2, RATE)
                 weighted_mean(fold.through(replies(CONTROLLER, made, w, 2)))
                 numbers = tau_control.update_averages(numbers, fold)
             found.append(numbers[name])
@@ -589,7 +589,7 @@ def test_dot_is_the_sum_of_products():
 
 
 def test_weights_are_checked():
-    fold = tau_control.Fold(tau_control.SiteReport(torch.zeros(2), 1, RATE), CONTROL_PREFIX)
+    fold = tau_control.Fold(torch.zeros(2), 1, RATE)
     bad = Reply("run", 1, "a", math.nan, {"w": torch.zeros(2)}, {})
     with pytest.raises(InputError, match="weight"):
         list(fold.through([bad]))

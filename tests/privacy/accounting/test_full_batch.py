@@ -39,7 +39,7 @@ def deviation(found: FullBatch, records: float, sites: int, honest: int, clip: f
 def test_the_noise_of_a_weight_is_what_was_asked_for(records, sites, rounds, clip, data):
     honest = data.draw(st.integers(1, sites))
     length = data.draw(st.floats(0.5, 4))
-    found = full_batch(SIGMA, records, sites, rounds, honest=honest, clip=clip, length=length)
+    found = full_batch(SIGMA, records, sites / honest, rounds, clip=clip, length=length)
     assert found.rounds <= rounds
     assert math.isclose(deviation(found, records, sites, honest, clip), found.noise, rel_tol=1e-9)
 
@@ -58,10 +58,10 @@ def test_full_batch_signal_to_noise_is_that_of_one_release():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"records": math.nan}, {"sites": 0}, {"rounds": 0}, {"honest": 11}, {"clip": 0.0}]
+    "wrong", [{"records": math.nan}, {"shares": 0.9}, {"rounds": 0}, {"clip": 0.0}]
 )
 def test_values_out_of_range_are_named(wrong):
-    asked = {"records": 1000.0, "sites": 10, "rounds": 10} | wrong
+    asked = {"records": 1000.0, "shares": 10, "rounds": 10} | wrong
     with pytest.raises(InputError, match=next(iter(wrong))):
         full_batch(SIGMA, **asked)
 

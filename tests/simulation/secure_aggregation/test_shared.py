@@ -376,7 +376,7 @@ def test_alone_is_the_same_where_noise_is_a_sites_own():
     terms = terms_of(Plan.parse({**SUM, "privacy": {}}))["site-00"]
     for steps in (0, 1, 3, 4):
         history = terms.history(steps)
-        assert terms.epsilon_alone_after(history) == terms.epsilon_after(history)
+        assert terms.guarantee_after(history).alone == terms.guarantee_after(history).epsilon
 
 
 def test_revoked_trust_counts_past_noise_as_own_only(tmp_path):
@@ -392,8 +392,12 @@ def test_revoked_trust_counts_past_noise_as_own_only(tmp_path):
         "smallest_sigma": 0.1,
     }
     with Ledger(tmp_path / "ledger.jsonl", "a", hypothetical=True) as ledger:
-        ledger.reserve("one", earlier.budget, earlier.history(earlier.steps), earlier.shared)
-        for honest, needed in ((0, earlier.epsilon_alone), (2, earlier.epsilon_alone), (3, 2.0)):
+        ledger.reserve("one", earlier.guarantee, earlier.history(earlier.steps))
+        for honest, needed in (
+            (0, earlier.guarantee.alone),
+            (2, earlier.guarantee.alone),
+            (3, 2.0),
+        ):
             for ever, allowed in ((needed + 1.01, True), (needed + 0.99, False)):
                 more = {"honest": honest, "epsilon_alone_per_run": 99.0, "epsilon_alone_ever": 99.0}
                 raw = {**limits, "epsilon_ever": ever, **(more if honest else {})}

@@ -80,7 +80,7 @@ def test_each_view_claims_its_own_epsilon(target):
     delta = terms.budget.delta
     assert found["sum"].claimed(terms.steps, delta) <= terms.budget.epsilon * (1 + 1e-9)
     alone = found["alone"].claimed(terms.steps, delta)
-    assert alone == pytest.approx(terms.epsilon_alone, rel=1e-9)
+    assert alone == pytest.approx(terms.guarantee.alone, rel=1e-9)
     assert alone > 1.5 * terms.budget.epsilon
 
 

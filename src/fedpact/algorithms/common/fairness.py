@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings
-from fedpact.algorithms.common.steps import round_steps, sgd
+from fedpact.algorithms.common.steps import follow_quantile, round_steps, sgd
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import Local, Numbers, State, Task
@@ -98,16 +98,11 @@ class LossRelease(BaseModel):
     def after(self, bound: float, found: Numbers) -> float:
         """Return the next C_l. found: what `answers` returned, or its means over sites."""
         if self.loss_bound_rule == "quantile":
-            return self.next_bound(bound, found["below"])
+            limits = self.least_loss_bound, self.most_loss_bound
+            rule = self.loss_quantile, self.quantile_rate
+            return follow_quantile(bound, found["below"], *rule, *limits)
         # NaN gives the smallest bound.
         return min(max(self.least_loss_bound, found["loss"]), self.most_loss_bound)
-
-    def next_bound(self, bound: float, share: float) -> float:
-        """Return C_l exp(-η_q (b - γ)) within its range; share: b, of losses at most C_l."""
-        # In logarithms, as a very noisy share would overflow the exponential.
-        logarithm = math.log(bound) - self.quantile_rate * (share - self.loss_quantile)
-        least, most = math.log(self.least_loss_bound), math.log(self.most_loss_bound)
-        return math.exp(min(max(logarithm, least), most))
 
 
 class LossSettings(LossRelease, BaseSettings):
@@ -122,11 +117,8 @@ class LossSettings(LossRelease, BaseSettings):
         The loss is released on the first step's batch, in one joint event with its gradient. The
         site's memory holds its next C_l.
         """
-        steps, rate, start = (
-            round_steps(task, self.local_steps),
-            self.learning_rate,
-            task.vectors["w"],
-        )
+        steps, rate = round_steps(task, self.local_steps), self.learning_rate
+        start = task.vectors["w"]
         bound = memory.numbers.get("loss_bound", self.loss_bound)
         batch = next(oracle.batches(1, "gradient", *self.loss_channels))
         w = start.add(batch.gradient(start), alpha=-rate)
@@ -262,8 +254,6 @@ class FairBatch(BatchAround):
         self._weights = weights
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        """Return the mean weighted gradient at w: [d] -> [d], which the caller may write over.
-        Raises InputError: the solver asks for weights."""
         if weighting != UNIFORM:
             raise InputError(f"weighting is {weighting}: expected none, as the batch has its own")
         return self._inner.gradient(w, self._weights)

@@ -3,6 +3,7 @@
 A task's vectors are never changed in place, as the sites of a simulation share them.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, Literal
@@ -66,6 +67,18 @@ def proximal_sgd(
             step.sub_(linear)
         w.add_(step, alpha=-learning_rate)
     return w
+
+
+def follow_quantile(
+    bound: float, share: float, target: float, rate: float, least: float, most: float
+) -> float:
+    """Return bound · exp(-rate (share - target)), in [least, most]; `least` for NaN.
+
+    share: of values that are at most the bound, with noise. target: what it should be.
+    """
+    # In logarithms, as a very noisy share would overflow the exponential.
+    logarithm = math.log(bound) - rate * (share - target)
+    return math.exp(min(max(math.log(least), logarithm), math.log(most)))
 
 
 def weigh_replies(replies: Iterable[Reply], aggregation: Aggregation) -> Iterable[Reply]:

@@ -163,7 +163,10 @@ def best_tau(drift: Drift, kappa: float, iterations: Allowed, most: int) -> int:
     ... 100.0)]
     [1, 3, 5]
     """
-    totals, brackets = _totals(iterations, most), _brackets(drift, kappa, most)
+    check.positive(kappa=kappa)
+    totals = _totals(iterations, most)
+    with np.errstate(over="ignore"):
+        brackets = drift.learning_rate - drift.cost(most) / kappa
     return int(np.argmax(np.where(brackets > 0, totals * np.maximum(brackets, 0), 0))) + 1
 
 
@@ -202,11 +205,8 @@ def _totals(iterations: Allowed, most: int) -> Vector:
     return np.array([check.non_negative(iterations=iterations(t)) for t in range(1, most + 1)])
 
 
-def _brackets(drift: Drift, kappa: float, most: int) -> Vector:
-    check.positive(kappa=kappa)
-    with np.errstate(over="ignore"):
-        return drift.learning_rate - drift.cost(most) / kappa
-
+CONTROL_PREFIX: Final = "control/"
+_LEFT: Final = "left/"
 
 CLEAR: Final = 2.0
 KAPPA: Final = 10.0
@@ -218,24 +218,16 @@ _PAIRED: Final = ("change", "distance", "lipschitz", "smoothness")
 _VARIANCE: Final = "_variance"
 
 
-@dataclass(frozen=True)
-class SiteReport:
-    """A round's task: w [d], τ >= 1, η > 0."""
-
-    w: Tensor
-    steps: int
-    learning_rate: float
-
-
 @dataclass
 class Fold:
     """Sums over the replies of a round, which pass through one at a time.
 
-    prefix: of the controller's numbers and vectors in a reply.
+    w [d], steps τ >= 1, learning_rate η > 0: of the round's task.
     """
 
-    told: SiteReport
-    prefix: str
+    w: Tensor
+    steps: int
+    learning_rate: float
     weight: float = 0.0
     sums: dict[str, float] = field(default_factory=dict[str, float])
     least_left: float = UNLIMITED
@@ -250,7 +242,7 @@ class Fold:
 
     def _count(self, reply: Reply) -> None:
         weight = positive(weight=reply.weight)
-        sent = split_state(State(numbers=reply.numbers), self.prefix)[0].numbers
+        sent = split_state(State(numbers=reply.numbers), CONTROL_PREFIX)[0].numbers
         self.weight += weight
         self.least_left = min(self.least_left, sent["steps_left"])
         self._add("noise_squares", weight**2 * sent["noise"])
@@ -258,10 +250,10 @@ class Fold:
             share = weight * (sent["pairs"] if name.removesuffix(_VARIANCE) in _PAIRED else 1)
             # The variance of a mean of independent values: shares enter squared.
             self._add(name, (share**2 if name.endswith(_VARIANCE) else share) * value)
-        given = reply.vectors.get(self.prefix + "gradient")
+        given = reply.vectors.get(CONTROL_PREFIX + "gradient")
         if given is None:
             self.straight = self.straight and bool(sent["straight"])
-            given = self.told.w - reply.vectors["w"] if self.straight else None
+            given = self.w - reply.vectors["w"] if self.straight else None
         if given is not None:
             self._spread(given, weight)
 
@@ -289,10 +281,9 @@ class Fold:
         """Return ξ² of this round, of either sign, or a bound on it; see the module."""
         if not self.straight or self.mean is None:
             return self.mean_of("square")
-        told = self.told
         noise = self.mean_of("noise") - self.sums["noise_squares"] / self.weight**2
-        spread = self.variance_of(self.mean) / (told.learning_rate * told.steps) ** 2
-        return spread - len(told.w) * noise / told.steps
+        spread = self.variance_of(self.mean) / (self.learning_rate * self.steps) ** 2
+        return spread - len(self.w) * noise / self.steps
 
 
 def update_averages(before: Numbers, fold: Fold) -> dict[str, float]:
@@ -375,9 +366,6 @@ def rounds_left(left: Numbers) -> Allowed:
 
 STEPS_A_ROUND: Final = 5
 """The default R_c per round if σ is calibrated: the default τ of fedprox and scaffold."""
-
-CONTROL_PREFIX: Final = "control/"
-_LEFT: Final = "left/"
 
 InnerLocal = Callable[[Task, Oracle, State], Local]
 InnerUpdate = Callable[[State, Iterable[Reply]], State]
@@ -494,8 +482,7 @@ class Controller:
         """Return the algorithm's next state, and the controller's."""
         own, _, rest = _parts(state)
         choice = self.choose(state)
-        told = SiteReport(rest.vectors["w"], choice.steps, self.learning_rate)
-        fold = Fold(told, CONTROL_PREFIX)
+        fold = Fold(rest.vectors["w"], choice.steps, self.learning_rate)
         after = inner(rest, fold.through(replies))
         averages = raw if self.ali.estimator == "raw" else update_averages
         numbers = averages(own.numbers, fold)

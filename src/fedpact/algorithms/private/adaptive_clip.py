@@ -25,13 +25,11 @@ default 10, calibration raises the gradient's noise by half a percent. A plain r
 C_t falls to its least and only affects rounding.
 """
 
-import math
-
 import torch
 from pydantic import Field
 
 from fedpact.algorithms import MethodFacts, Neutral, Summed, fedavg
-from fedpact.algorithms.common.steps import round_steps
+from fedpact.algorithms.common.steps import follow_quantile, round_steps
 from fedpact.common.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle, Uniform
 
@@ -52,13 +50,6 @@ class Settings(fedavg.Settings):
     most_clip: float = Field(default=10.0, ge=1, le=1e3)
     """The largest C_t over privacy.clip. Beyond 1e6 times the least, weights lose digits."""
 
-    def next_clip(self, clip: float, share: float) -> float:
-        """Return C_t exp(-η_C (b_t - γ)) over C, within its range. NaN gives the least."""
-        # On the logarithm, as a very noisy share would overflow the exponential.
-        logarithm = math.log(clip) - self.quantile_rate * (share - self.quantile)
-        least, most = math.log(self.least_clip), math.log(self.most_clip)
-        return math.exp(min(max(least, logarithm), most))
-
 
 def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
@@ -78,9 +69,10 @@ def facts(settings: Settings) -> MethodFacts:
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     clip, w = memory.numbers.get("clip", 1.0), task.vectors["w"]
     steps = round_steps(task, settings.local_steps)
+    rule = settings.quantile, settings.quantile_rate, settings.least_clip, settings.most_clip
     for batch in oracle.batches(steps, "gradient", "below"):
         step = batch.gradient(w, Uniform(1 / clip))
         share = batch.below(w, clip, "norm")
         w = torch.add(w, step, alpha=-settings.learning_rate * clip, out=step)
-        clip = settings.next_clip(clip, share)
+        clip = follow_quantile(clip, share, *rule)
     return Local({"w": w}, memory=State(numbers={"clip": clip}))

@@ -49,27 +49,21 @@ class Method:
         return getattr(self._algorithm, name, None) or getattr(fedavg, name)
 
     def steps(self, state: State | None = None) -> int:
-        """Return τ of the next round; without a state, the most that it can be."""
         return self._function("steps")(self.settings, state)
 
     def init(self, w: Tensor) -> State:
-        """Return the server's first state, from the initial model w [d]."""
         return self._function("init")(w, self.settings)
 
     def task(self, state: State) -> State:
-        """Return what is sent to every site."""
         return self._function("task")(state, self.settings)
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
-        """Return the numbers of a reply that follow from the task and a site's terms."""
         return self._function("public_numbers")(task, terms.at(task.round), self.settings)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        """Return a site's reply and its next memory."""
         return self._function("local")(task, oracle, memory, self.settings)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        """Return the server's next state, folding the replies."""
         return self._function("update")(state, replies, self.settings)
 
     def short(self, state: State) -> Vectors | None:
@@ -117,7 +111,6 @@ class MethodWrapper(Method):
         return self.inner.init(w)
 
     def task(self, state: State) -> State:
-        """Return what is sent to every site, without this wrapper's part of the state."""
         return self.inner.task(self._rest(state))
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
@@ -137,5 +130,4 @@ class MethodWrapper(Method):
         return self.inner.own_model(w, memory)
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """Return a reply as the algorithm returned it, from its encoded form."""
         return self.inner.decode_reply(reply, told)

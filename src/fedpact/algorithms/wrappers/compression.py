@@ -124,7 +124,6 @@ class Compressed(MethodWrapper):
         return self.inner.update(state, (self.decode_reply(reply, told) for reply in replies))
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """Return a reply as the algorithm returned it, from its encoded form."""
         names = [name for name in reply.vectors if not name.startswith(_PREFIX)]
         vectors = {name: self._restored(reply, name, told) for name in names}
         numbers = {n: v for n, v in reply.numbers.items() if not n.startswith(_PREFIX)}
@@ -336,7 +335,6 @@ class Gridded(MethodWrapper):
         return join(State(sent), DELTA_PREFIX, State(vectors, after.numbers))
 
     def short(self, state: State) -> Vectors | None:
-        """Return the short form of `task`'s vectors."""
         own, rest = split_state(state, DELTA_PREFIX)
         codes = {name: block for name, block in own.vectors.items() if name != _LEFT}
         if not codes:
@@ -347,7 +345,6 @@ class Gridded(MethodWrapper):
         return whole | {DELTA_PREFIX + name: block for name, block in codes.items()}
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """Return a reply as the algorithm returned it, from its encoded form."""
         if self._up:
             vectors = {n: _restored(n, block, told) for n, block in reply.vectors.items()}
             reply = replace(reply, vectors=vectors)

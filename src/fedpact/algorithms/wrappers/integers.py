@@ -17,6 +17,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -234,7 +235,7 @@ def weights(method: Method, task: Task) -> NoiseWeights:
 
 
 class _Units:
-    """An oracle whose k-th gradient is `length` times the k-th unit vector [d]."""
+    """An oracle and its batches: the k-th gradient is `length` times the k-th unit vector [d]."""
 
     batch_size = 1.0
     sampling_rate = 1e-12  # so that fednova makes the most steps
@@ -246,46 +247,30 @@ class _Units:
         self._d, self._length, self._given = d, length, 0
         self.opened = set[int]()
 
-    def unit(self) -> Tensor:
-        """Return the next gradient."""
-        found = torch.zeros(self._d, dtype=torch.float64)
-        found[self._given] = self._length
-        self._given += 1
-        return found
-
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
-        yield from (_Unit(self) for _ in range(count))
+        return repeat(self, count)
 
     def opening(self, *channels: str) -> Batch:
         self.opened.add(self._given)
-        return _Unit(self)
+        return self
 
     def columns(self) -> Means:
         raise PolicyRefused("column scales were asked for: weights are of gradients only")
 
     def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
         raise PolicyRefused("exact numbers were asked for: unit vectors have none")
 
-
-class _Unit:
-    """A batch that answers with unit vectors."""
-
-    noise_variance = 0.0
-
-    def __init__(self, units: _Units) -> None:
-        self._units = units
-
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        return self._units.unit()
+        found = torch.zeros(self._d, dtype=torch.float64)
+        found[self._given] = self._length
+        self._given += 1
+        return found
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """Return the mean of ∇ℓ_j(w) - ∇ℓ_j(anchor), each clipped to `bound`: [d], [d] -> [d]."""
         return torch.zeros_like(w)
 
     def loss(self, w: Tensor, bound: float) -> float:
         return _SOME_SHARE * bound
 
     def below(self, w: Tensor, bound: float, of: str = "loss") -> float:
-        """Return the share of records with at most bound at w [d]; see Batch.below."""
         return _SOME_SHARE

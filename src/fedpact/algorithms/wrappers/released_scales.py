@@ -14,7 +14,7 @@ with every later task. Each site scales its records by them (`ColumnRecords`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -107,30 +107,17 @@ class Released(MethodWrapper):
         own, rest = split_state(state, _PREFIX)
         if bool(own.vectors[_OWN].any()):
             return join(own, _PREFIX, self.inner.update(rest, replies))
-        weights = _Weights(replies)
-        mean = weighted_mean(weights, vectors=[_MEANS], numbers=[_NOISE, _PART])
+        replies = [*replies]
+        mean = weighted_mean(replies, vectors=[_MEANS], numbers=[_NOISE, _PART])
         part = positive(part=mean.numbers[_PART])
-        loud = math.sqrt(mean.numbers[_NOISE] / weights.total) / part
+        loud = math.sqrt(mean.numbers[_NOISE] / sum(reply.weight for reply in replies)) / part
         found = State({_OWN: column_scales.constants(mean.vectors[_MEANS] / part, loud)})
         return join(found, _PREFIX, rest)
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
-        """Return a reply as the algorithm returned it, from its encoded form."""
         if _MEANS in reply.vectors:
             return reply
         return self.inner.decode_reply(reply, {k: v for k, v in told.items() if k != CONSTANTS})
-
-
-class _Weights:
-    """Passes replies on and sums their weights."""
-
-    def __init__(self, replies: Iterable[Reply]) -> None:
-        self._replies, self.total = replies, 0.0
-
-    def __iter__(self) -> Iterator[Reply]:
-        for reply in self._replies:
-            self.total += reply.weight
-            yield reply
 
 
 class ColumnRecords:

@@ -53,7 +53,6 @@ class Controlled(MethodWrapper):
         )
 
     def steps(self, state: State | None = None) -> int:
-        """Return the local iterations τ of the next round; 0 if all iterations are used up."""
         return self._controller.steps(state)
 
     def init(self, w: Tensor) -> State:

@@ -115,16 +115,11 @@ def _by_round(scene: SimulationSetup, site: str, total: int, *, alone: bool = Fa
     assumed to be spread evenly over rounds.
     """
     plan, terms, rounds = scene.plan, scene.terms[site], scene.plan.rounds
-    after = terms.epsilon_alone_after if alone else terms.epsilon_after
     own = (site in scene.participants.of(t) for t in range(1, plan.rounds + 1))
-    return [
-        after(
-            terms.history(
-                min(terms.steps, math.ceil(done * total / rounds)), min(terms.openings, done), 1
-            )
-        )
-        for done in accumulate(own)
-    ]
+    steps = ((done, min(terms.steps, math.ceil(done * total / rounds))) for done in accumulate(own))
+    histories = (terms.history(n, min(terms.openings, done), 1) for done, n in steps)
+    found = map(terms.guarantee_after, histories)
+    return [each.alone if alone else each.epsilon for each in found]
 
 
 def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:

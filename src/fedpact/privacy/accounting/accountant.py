@@ -30,8 +30,8 @@ from fedpact.privacy.accounting.rdp import Conversion as Conversion
 Accountant = str
 """A name of ACCOUNTANTS."""
 
-# No bound is computed for histories of more releases.
-_MOST: Final = 10**18
+MOST_RELEASES: Final = 10**18
+"""No bound is computed for histories of more releases."""
 ADJACENCY: Final = "add/remove one record"
 """Which data sets are neighbours, for every ε per record."""
 ADJACENCY_BY_UNIT: Final = {
@@ -149,7 +149,7 @@ def _epsilon(
 
 def _bounds(accountant: Accountant, terms: tuple[pld.Term, ...]) -> list["Bound"]:
     """The accountant, or of what it is the smallest; none of them for far too many releases."""
-    if any(count > _MOST for *_, count in terms):
+    if any(count > MOST_RELEASES for *_, count in terms):
         return []
     return [ACCOUNTANTS[part] for part in ACCOUNTANTS[accountant].parts or (accountant,)]
 

@@ -13,8 +13,8 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
-from functools import lru_cache
-from typing import Final, NoReturn
+from functools import lru_cache, partial
+from typing import Final
 
 from fedpact.common import check
 from fedpact.common.errors import BudgetExhausted, InputError
@@ -95,9 +95,7 @@ def _smallest_scale(
 
     # Search in log σ: ε is nearly linear in it, and a tolerance is relative.
     low, high = (math.log(sigma) for sigma in _SIGMA_RANGE)
-    least = _least(history, low, high, budget, accountant, conversion)
-    if least is None:
-        _exhausted(budget, accountant, conversion, dict(spent))
+    least = _least(history, low, high, budget, accountant, conversion, dict(spent))
     return round_up(math.exp(least))
 
 
@@ -123,9 +121,7 @@ def largest_rate(
         return Counter(spent or {}) + Counter({event: steps})
 
     high = -math.log(_SMALLEST_RATE)
-    least = _least(history, 0.0, high, budget, accountant, conversion)
-    if least is None:
-        _exhausted(budget, accountant, conversion, spent)
+    least = _least(history, 0.0, high, budget, accountant, conversion, spent or {})
     return min(1.0, math.exp(-least))
 
 
@@ -144,17 +140,6 @@ def _rounded(value: float, how: str) -> float:
     return float(Context(prec=_DIGITS, rounding=how).create_decimal_from_float(value))
 
 
-def _exhausted(
-    budget: Budget, accountant: Accountant, conversion: Conversion, spent: History | None
-) -> NoReturn:
-    already = epsilon(spent or {}, budget.delta, accountant, conversion)
-    raise BudgetExhausted(
-        f"budget is (ε = {budget.epsilon:g}, δ = {budget.delta:g}), of which ε = {already:g} is "
-        "spent: no noise is large enough and no sampling rate small enough for what is planned; "
-        "plan fewer releases or raise the budget"
-    )
-
-
 def _least(
     history: Callable[[float], History],
     low: float,
@@ -162,24 +147,35 @@ def _least(
     budget: Budget,
     accountant: Accountant,
     conversion: Conversion,
-) -> float | None:
-    """Return about the least x in [low, high] at which the history fits the budget, or None.
+    spent: History,
+) -> float:
+    """Return about the least x in [low, high] at which the history fits the budget.
 
     The ε of history(x) decreases in x. RDP finds a start, a quick accountant searches, and
-    `epsilon` checks the result.
+    `epsilon` checks the result. Raises BudgetExhausted: it fits nowhere.
     """
 
-    def exact(x: float) -> float:
-        return epsilon(history(x), budget.delta, accountant, conversion)
+    def exact(x: float, by: Accountant = accountant, to: Conversion = conversion) -> float:
+        return epsilon(history(x), budget.delta, by, to)
 
     def quick(x: float) -> float:
         return quick_epsilon(history(x), budget.delta, accountant, conversion)
 
     limit, kept = budget.epsilon, high
-    if accountant == "best":
-        kept = _start(history, low, high, budget, conversion)
+    # Mironov's conversion needs fewer and cheaper orders than Balle's, and its ε is never smaller.
+    tried: tuple[Conversion, ...] = ("mironov", conversion) if accountant == "best" else ()
+    for to in tried:
+        by_rdp = partial(exact, by="rdp", to=to)  # a part of "best"
+        if by_rdp(high) <= limit:
+            kept = _boundary(by_rdp, low, high, limit, _ROUGHLY, step=1.0)
+            break
     if kept == high and not exact(high) <= limit:
-        return None
+        already = epsilon(spent, budget.delta, accountant, conversion)
+        raise BudgetExhausted(
+            f"budget is (ε = {budget.epsilon:g}, δ = {budget.delta:g}), of which ε = {already:g} "
+            "is spent: no noise is large enough and no sampling rate small enough for what is "
+            "planned; plan fewer releases or raise the budget"
+        )
     if kept < high or quick(high) <= limit:
         found = _boundary(quick, low, kept, limit, _TOLERANCE / 2)
         # The quick accountant may be off in either direction by less than the tolerance, so its
@@ -188,28 +184,6 @@ def _least(
             if exact(x) <= limit:
                 return x
     return _boundary(exact, low, kept, limit, _TOLERANCE / 2)
-
-
-def _start(
-    history: Callable[[float], History],
-    low: float,
-    high: float,
-    budget: Budget,
-    conversion: Conversion,
-) -> float:
-    """Return an x at which the history fits the budget by RDP, a part of "best"; else `high`.
-
-    Mironov's conversion needs fewer and cheaper orders than Balle's, and its ε is never smaller.
-    """
-    tried: tuple[Conversion, ...] = ("mironov", conversion)
-    for each in tried:
-
-        def rough(x: float, by: Conversion = each) -> float:
-            return epsilon(history(x), budget.delta, "rdp", by)
-
-        if rough(high) <= budget.epsilon:
-            return _boundary(rough, low, high, budget.epsilon, _ROUGHLY, step=1.0)
-    return high
 
 
 def _boundary(

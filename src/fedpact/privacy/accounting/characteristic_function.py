@@ -32,7 +32,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpact.privacy.accounting import gaussian as special
+from fedpact.privacy.accounting.gaussian import normal_cdf, special
 
 FloatArray = NDArray[np.float64]
 Term = tuple[float, float, int]  # q, σ, number of releases
@@ -142,12 +142,10 @@ class _Release:
 
         Where a record is removed these lie above z, where it is added below -z.
         """
-        tail = special.normal_cdfs(-z)
-        return (
-            (1 - self.q) * tail + self.q * special.normal_cdfs(1 / self.sigma - z)
-            if self.removed
-            else tail
-        )
+        tail = special.ndtr(-z)
+        if not self.removed:
+            return tail
+        return (1 - self.q) * tail + self.q * special.ndtr(1 / self.sigma - z)
 
     def loss(self, z: FloatArray) -> FloatArray:
         """Return log(1 + y)."""
@@ -180,9 +178,9 @@ class _Release:
     def rest(self, low: float, high: float) -> tuple[float, float]:
         """Return P's mass beyond the end with the small losses, and the loss log(1+y) there."""
         end = low if self.removed else high
-        mass = special.normal_cdf(-abs(end))
+        mass = normal_cdf(-abs(end))
         if self.removed:
-            mass = (1 - self.q) * mass + self.q * special.normal_cdf(end - 1 / self.sigma)
+            mass = (1 - self.q) * mass + self.q * normal_cdf(end - 1 / self.sigma)
         return mass, float(self.loss(np.array([end]))[0])
 
     def about(self, c: float) -> float:
@@ -262,7 +260,7 @@ def _step(release: _Release, c: float, top: float, low: float, high: float) -> t
         theta = math.pi / 2 * 2.0 ** (-halvings / 2)
         d = theta * release.sigma
         shrunk = -max(0.0, -power) / 2 * np.log1p(-bent * math.sin(theta / 2) ** 2)
-        inside = float(special.log_sum_exp(cells + top * theta * turned + shrunk)) + d**2 / 2
+        inside = float(special.logsumexp(cells + top * theta * turned + shrunk)) + d**2 / 2
         room = max(1.0, inside + math.log(4 * release.count / _NEGLIGIBLE))
         steps = [2 * math.pi * d / room]
         # At the ends |f| is to grow more slowly than e^(πy/h).

@@ -21,49 +21,28 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 _EPSILON: Final = 2.0**-52
 _MOST_STEPS: Final = 100
-_special = cast(Any, _scipy)
+special = cast(Any, _scipy)
+"""scipy.special, which has no types: each function works elementwise."""
 
 
 def log_binomial(n: FloatArray | np.float64, k: FloatArray) -> FloatArray:
     """Return log |C(n, k)| for real n > 0 and whole k >= 0, elementwise."""
-    return np.asarray(
-        _special.gammaln(n + 1) - _special.gammaln(k + 1) - _special.gammaln(n - k + 1)
-    )
-
-
-def binomial_sign(n: FloatArray | np.float64, k: FloatArray) -> FloatArray:
-    """Return the sign of C(n, k) for fractional n > 0 and whole k >= 0, elementwise."""
-    return np.asarray(_special.gammasgn(n - k + 1))
-
-
-def log_normal_cdf(x: FloatArray) -> FloatArray:
-    """Return log Φ(x), elementwise, accurate far into the lower tail."""
-    return np.asarray(_special.log_ndtr(x))
+    return np.asarray(special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1))
 
 
 def mills_ratio(x: float) -> float:
     """Return Φ(-x)/φ(x), accurate for any x above -35."""
-    return math.sqrt(math.pi / 2) * float(_special.erfcx(x / math.sqrt(2)))
+    return math.sqrt(math.pi / 2) * float(special.erfcx(x / math.sqrt(2)))
 
 
 def normal_cdf(x: float) -> float:
     """Return Φ(x)."""
-    return float(_special.ndtr(x))
-
-
-def normal_cdfs(x: FloatArray) -> FloatArray:
-    """Return Φ(x), elementwise."""
-    return np.asarray(_special.ndtr(x))
+    return float(special.ndtr(x))
 
 
 def fair_coins_at_least(heads: int, coins: int) -> float:
     """Return the probability of at least `heads` heads among `coins` fair coins, both >= 0."""
-    return float(_special.bdtrc(heads - 1, coins, 0.5))
-
-
-def log_sum_exp(x: FloatArray) -> float:
-    """Return log Σ e^x over all entries."""
-    return float(_special.logsumexp(x))
+    return float(special.bdtrc(heads - 1, coins, 0.5))
 
 
 def fast_length(least: int) -> int:

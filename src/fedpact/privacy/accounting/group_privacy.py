@@ -22,7 +22,7 @@ to ε if the grid is fine. Otherwise the pair 1 - (1-q)^k, σ/k of all records a
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, localcontext
 from functools import lru_cache
 from typing import Final
@@ -33,9 +33,10 @@ from numpy.typing import NDArray
 from fedpact.common import check
 from fedpact.common.errors import InputError
 from fedpact.privacy.accounting import pld
-from fedpact.privacy.accounting.accountant import History, epsilon
+from fedpact.privacy.accounting.accountant import MOST_RELEASES, History, epsilon
 from fedpact.privacy.accounting.pld import (
     FINENESS,
+    OUTSIDE,
     ComposedLosses,
     LossMasses,
     Outcomes,
@@ -44,6 +45,7 @@ from fedpact.privacy.accounting.pld import (
     ends,
     fft_rounding,
     round_up_term,
+    step_within,
 )
 
 FloatArray = NDArray[np.float64]
@@ -54,13 +56,6 @@ MOST_RECORDS: Final = 1000
 PERSON_RECORDS: Final = (2, 3, 5, 10)
 """The numbers of records per person for which ε is always stated."""
 
-MANY_RELEASES: Final = 10**18
-"""No bound is computed for more releases."""
-
-# Of δ: what may lie outside the window, and what beyond the grid.
-_OUTSIDE: Final = 2.0**-20
-_LARGEST_SINGLE: Final = 2.0**16  # grid points of one release's losses
-_LARGEST_COMPOSED: Final = 2.0**20
 _NODES: Final = 4096  # of what is only looked at to choose a grid
 # Of one release's loss: where the digits of a sum of the mixture's parts end.
 _PLACED: Final = 2.0**-44
@@ -87,7 +82,7 @@ def epsilon_per_person(history: History, delta: float, records: int) -> float:
         )
     if records == 1:
         return epsilon(history, delta)
-    if any(count > MANY_RELEASES for count in history.values()):
+    if any(count > MOST_RELEASES for count in history.values()):
         return math.inf
     terms = ((e.q, e.sigma, check.natural(count=n)) for e, n in sorted(history.items()))
     return _epsilon(tuple(term for term in terms if term[2]), delta, records)
@@ -124,7 +119,7 @@ def all_at_once(q: float, sigma: float, count: int, records: int) -> Term:
 def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, bool]:
     """Return ε, and whether the grid was fine enough. terms: as of `round_up_term`."""
     counts = [t for *_, t in terms]
-    count, outside = sum(counts), _OUTSIDE * delta
+    count, outside = sum(counts), OUTSIDE * delta
     # δ less what the window leaves out, what transforms round, and what `_PLACED` may be off by in
     # the mass of one release, for each of them.
     usable = (delta - outside - 8 * fft_rounding(count)) * (1 - count * _PLACED)
@@ -133,7 +128,8 @@ def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, 
     mixtures = [_Mixture.of(q, s, records, outside / count) for q, s, _ in terms]
     spread = math.sqrt(sum(t * m.spread**2 for t, m in zip(counts, mixtures, strict=True)))
     wanted = spread / math.sqrt(count) / FINENESS
-    step = _grid_step(mixtures, count, spread, wanted)
+    reach = max(m.range[1] - m.range[0] for m in mixtures)
+    step = step_within(wanted, count, reach, spread)
     pairs = [mixture.pair(step) for mixture in mixtures]
     ways = [
         ComposedLosses([pair[i] for *pair, _ in pairs], counts, step, spread, outside)
@@ -143,18 +139,6 @@ def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, 
     misplaced = math.fsum(t * off for t, (*_, off) in zip(counts, pairs, strict=True))
     found = max(way.epsilon(counts, usable) for way in ways) + misplaced
     return (found if found >= 0 else math.inf), step <= wanted
-
-
-def _grid_step(mixtures: Sequence["_Mixture"], count: int, spread: float, wanted: float) -> float:
-    """Return the grid's step; for the reasons of pld.grid_step."""
-    reach = max(m.range[1] - m.range[0] for m in mixtures)
-    step = max(
-        math.sqrt(count * reach * 2.0**-50),
-        wanted,
-        reach / _LARGEST_SINGLE,
-        (reach + 24 * spread) / _LARGEST_COMPOSED,
-    )
-    return 2.0 ** (math.floor(8 * math.log2(step)) / 8)
 
 
 @dataclass(frozen=True)
@@ -186,20 +170,17 @@ class _Mixture:
         # The mixture's own upper tail is far shorter than that of its last part where q is small.
         last = max(1, int(np.argmax(beyond <= share)))
         whole = _Mixture(weights, sigma, (float(x[0]), float(x[last])), math.nan, (0.0, 0.0))
-        return whole._measured()
-
-    def _measured(self) -> "_Mixture":
-        x: FloatArray = np.linspace(*self.ends, _NODES)
-        loss = self._loss(x)
-        under_q = np.exp(-0.5 * (x / self.sigma) ** 2)
+        x = np.linspace(*whole.ends, _NODES)
+        rest = math.log(weights[0]) if weights[0] else -math.inf
+        loss = np.logaddexp(rest, whole._excess(x)[0])
+        under_q = np.exp(-0.5 * (x / sigma) ** 2)
         deviations = list[float]()
         for density in (under_q, under_q * np.exp(loss)):
             density = density / density.sum()
             mean = float(density @ loss)
             deviations.append(math.sqrt(float(density @ (loss - mean) ** 2)))
         # The loss rises in x, so its ends are those of the outcomes.
-        ends = (float(loss[0]), float(loss[-1]))
-        return _Mixture(self.weights, self.sigma, self.ends, min(deviations), ends)
+        return replace(whole, spread=min(deviations), range=(float(loss[0]), float(loss[-1])))
 
     def _excess(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return h = log Σ_{i>=1} B(i) e^((2ix - i²)/(2σ²)) and its slope, at outcomes x.
@@ -217,10 +198,6 @@ class _Mixture:
             slope = slope * np.exp(total - summed) + i * np.exp(part - summed)
             total = summed
         return total, slope / self.sigma**2
-
-    def _loss(self, x: FloatArray) -> FloatArray:
-        rest = math.log(self.weights[0]) if self.weights[0] else -math.inf
-        return np.logaddexp(rest, self._excess(x)[0])
 
     def pair(self, step: float) -> tuple[LossMasses, LossMasses, float]:
         """Return the losses of one release, where the records are removed and where they are added.

@@ -117,39 +117,35 @@ def useful_rounds(snr: float) -> int:
 def full_batch(
     sigma: Callable[[int], float],
     records: float,
-    sites: int,
+    shares: float,
     rounds: int,
     *,
     weights: int = 1,
-    honest: int = 1,
     clip: float = 0.2,
     length: float = 1.0,
 ) -> FullBatch:
     """Return the number of rounds, at most `rounds`, with suitable σ, β and η.
 
     sigma: rounds -> the smallest σ with which a site's budget allows this many at q = 1; for sites
-    with different budgets the root mean square. records: N > 0, of all sites together. weights:
-    d >= 1, of the model. honest: h, the number of sites whose noise protects a sum; 1 if each
-    site's own does. clip: C > 0. length: the norm of a record's row, > 0; the noise of an output is
-    NOISE for any norm. Raises InputError for values out of range, and the errors of `sigma`.
+    with different budgets the root mean square. records: N > 0, of all sites together. shares:
+    K / h >= 1, of K sites, h of which protect a sum by their noise; K if each site's own does.
+    weights: d >= 1, of the model. clip: C > 0. length: the norm of a record's row, > 0; the noise
+    of an output is NOISE for any norm. Raises InputError for values out of range, and the errors of
+    `sigma`.
     """
-    for name, value in (("records", records), ("clip", clip), ("length", length)):
-        check.positive(**{name: value})
-    for name, value in (
-        *(("sites", sites), ("rounds", rounds)),
-        *(("honest", honest), ("weights", weights)),
-    ):
-        check.count(**{name: value})
-    if honest > sites:
-        raise InputError(f"honest is {honest}: expected at most the {sites} sites")
-    snr = signal_to_noise(1.0, sigma(1), 1, records, sites / honest, weights)
+    check.positive(clip=clip)
+    check.positive(length=length)
+    check.count(rounds=rounds)
+    if not shares >= 1:
+        raise InputError(f"shares is {shares}: expected a number >= 1")
+    snr = signal_to_noise(1.0, sigma(1), 1, records, shares, weights)
     useful = useful_rounds(snr)
     chosen = min(rounds, useful)
     # With fewer rounds than useful, a step of the whole path would overshoot.
     noise = NOISE / length * math.sqrt(chosen / useful)
     # β changes neither the releases nor their cost.
     momentum = _MOMENTUM if chosen >= _MOMENTUM_FROM else 0.0
-    share = (noisy := sigma(chosen)) * clip / records * math.sqrt(sites / honest)
+    share = (noisy := sigma(chosen)) * clip / records * math.sqrt(shares)
     rate = noise / (share * math.sqrt(sum(g * g for g in _gains(momentum, chosen))))
     return FullBatch(chosen, noisy, momentum, rate, noise, useful)
 

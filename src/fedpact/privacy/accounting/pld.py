@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Protocol, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,23 +63,8 @@ _MOST_ON_A_GRID: Final = 10**7
 _GRIDS: Final = (1e-6, 1e9)  # no grid is tried for other σ
 
 
-class _Distribution(Protocol):
-    """What is used of dp-accounting's PrivacyLossDistribution."""
-
-    def self_compose(self, num_times: int) -> "_Distribution": ...
-    def compose(self, privacy_loss_distribution: "_Distribution") -> "_Distribution": ...
-    def get_epsilon_for_delta(self, delta: float) -> float: ...
-    def get_delta_for_epsilon(self, epsilon: float) -> float: ...
-
-
-class _Library(Protocol):
-    def from_gaussian_mechanism(
-        self,
-        standard_deviation: float,
-        *,
-        value_discretization_interval: float,
-        sampling_prob: float,
-    ) -> _Distribution: ...
+_Distribution = Any
+"""dp-accounting's PrivacyLossDistribution, which has no types."""
 
 
 def pld_epsilon(terms: Sequence[Term], delta: float) -> float:
@@ -233,7 +218,7 @@ def _single(q: float, sigma: float, interval: float) -> _Distribution:
         privacy_loss_distribution as library,
     )
 
-    return cast(_Library, library).from_gaussian_mechanism(
+    return cast(Any, library).from_gaussian_mechanism(
         sigma, value_discretization_interval=interval, sampling_prob=q
     )
 
@@ -252,13 +237,21 @@ def grid_step(terms: Sequence[Term], fineness: float = FINENESS) -> float:
     count = sum(t for _, _, t in terms)
     variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
     reach = max(_loss_range(q, s) for q, s, _ in terms)
+    return step_within(math.sqrt(variance / count) / fineness, count, reach, math.sqrt(variance))
+
+
+def step_within(wanted: float, count: int, reach: float, spread: float) -> float:
+    """Return the grid's step nearest to `wanted` that memory and rounding allow.
+
+    reach: the width of one release's losses. spread: the deviation of those of all `count`.
+    """
     step = max(
         # The library takes differences of δ: each grid point gains about 2^-52 / step of mass, and
         # all points of all releases together are to gain less than 1.
         math.sqrt(count * reach * 2.0**-50),
-        math.sqrt(variance / count) / fineness,
+        wanted,
         reach / _LARGEST_SINGLE,
-        (reach + 24 * math.sqrt(variance)) / _LARGEST_COMPOSED,
+        (reach + 24 * spread) / _LARGEST_COMPOSED,
     )
     # Steps from a geometric grid, so that histories that differ little share distributions.
     return 2.0 ** (math.floor(8 * math.log2(step)) / 8)
@@ -284,8 +277,8 @@ FloatArray = NDArray[np.float64]
 
 # By default: the grid adds below 1/64 of its variance.
 _FINENESS: Final = 4.0
-# Of δ: what may lie outside the window, and what beyond the grid.
-_OUTSIDE: Final = 2.0**-20
+OUTSIDE: Final = 2.0**-20
+"""Of δ: what may lie outside the window, and what beyond the grid."""
 _SPARSE: Final = 16  # histories for one answer of pld's
 _ASKED: Final = 6  # answers at most
 _LARGEST: Final = 2**21  # points of a grid
@@ -321,7 +314,7 @@ def _by_grid(
     path: Sequence[Sequence[Term]], most: Sequence[Term], delta: float, fineness: float
 ) -> list[float]:
     count = sum(t for *_, t in most)
-    outside = _OUTSIDE * delta
+    outside = OUTSIDE * delta
     # The transforms' errors grow with the count as in pld, in all numbers of a window together.
     usable = delta - outside - 8 * fft_rounding(count)
     if usable <= 0:
@@ -395,9 +388,9 @@ class Outcomes:
     def of(at: FloatArray) -> "Outcomes":
         """Return those of N(0, 1) between neighbours of `at`, by the nearer tail."""
         left = at[1:] <= 0
-        wide = gaussian.normal_cdfs(np.where(left, at[1:], -at[:-1]))
-        narrow = gaussian.normal_cdfs(np.where(left, at[:-1], -at[1:]))
-        below, above = gaussian.normal_cdfs(np.array([at[0], -at[-1]])).tolist()
+        wide = gaussian.special.ndtr(np.where(left, at[1:], -at[:-1]))
+        narrow = gaussian.special.ndtr(np.where(left, at[:-1], -at[1:]))
+        below, above = gaussian.special.ndtr(np.array([at[0], -at[-1]])).tolist()
         return Outcomes(below, wide - narrow, above, wide)
 
     def scale(self, share: float) -> "Outcomes":

@@ -17,6 +17,7 @@ ADDED_DELTA.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -83,6 +84,11 @@ def added_delta(epsilon: float, units: float, shares: int, coordinates: float) -
     return (1 + math.exp(min(700.0, positive(epsilon=epsilon)))) * total
 
 
+def delta_of_events(delta: float, shares: int) -> float:
+    """Return the δ that is left for events: less ADDED_DELTA if they have shares, not 0."""
+    return delta - (ADDED_DELTA if shares else 0.0)
+
+
 def check_added_delta(epsilon: float, shares: int, coordinates: float) -> None:
     """Raise InputError where the shares' laws cost more than ADDED_DELTA; see `cover`."""
     epsilon = max(epsilon, COVERED)
@@ -120,20 +126,16 @@ def cover(price: Callable[[float], float], delta: float, budget: float, alone: f
     return alone
 
 
-def own_share_event(event: SampledGaussian, honest: int) -> SampledGaussian:
-    """Return what is left of an event if no other share is noise: a site's own of h of them.
-
-    event: with the noise of h = `honest` shares, >= 1.
-    """
+def own_share_event(event: SampledGaussian, shares: int) -> SampledGaussian:
+    """Return what is left of an event if only one of its shares is noise. shares: h, all."""
     # Rounded down: less noise costs more.
-    return SampledGaussian(event.q, event.sigma / math.sqrt(honest) * (1 - 2.0**-50))
+    return SampledGaussian(event.q, event.sigma / math.sqrt(shares) * (1 - 2.0**-50))
 
 
-def all_alone(events: History, honest: int) -> History:
+def all_alone(events: History, shares: int) -> History:
     """Return `own_share_event` of each event, with its number."""
-    found = dict[SampledGaussian, int]()
+    found = Counter[SampledGaussian]()
     for event, number in events.items():
         # Two events may become one, to the last digit: then their numbers add.
-        own = own_share_event(event, honest)
-        found[own] = found.get(own, 0) + number
+        found[own_share_event(event, shares)] += number
     return found

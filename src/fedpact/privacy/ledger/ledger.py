@@ -31,11 +31,11 @@ from fedpact.privacy.accounting.accountant import (
     History,
     SampledGaussian,
 )
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.hash_chain import HashChain, LedgerEntry, read_entries
 from fedpact.privacy.ledger.reservations import (
     CompanionReservation,
     FixedSequence,
-    Shared,
     cost_of_torn,
     from_entry,
     not_reserved,
@@ -109,38 +109,39 @@ class Ledger:
     def reserve(
         self,
         run: str,
-        budget: Budget,
+        promise: Guarantee | Budget,
         events: History,
-        shared: Shared | None = None,
         beside: CompanionReservation | None = None,
         unit: str = "record",
         only_ask: bool = False,
     ) -> None:
-        """Reserve events for a run, at a cost of at most `budget`; repeating it changes nothing.
+        """Reserve events for a run, at a cost of at most `promise`; repeating it changes nothing.
 
-        shared: if the events' noise is shared among sites; None if it is the site's own.
-        beside: if the events are of other records than those of another run. unit: what (ε, δ)
-        protects, a "record" or a "person"; a ledger has one unit, as different ones do not add up.
+        promise: a Budget if the events' noise is the site's own. beside: if the events are of other
+        records than those of another run. unit: what (ε, δ) protects, a "record" or a "person"; a
+        ledger has one unit, as different ones do not add up.
         only_ask: check whether it would be refused, without reserving.
         Raises PolicyRefused: the events cost more than the budget, the run has other terms, the
         ledger another unit, or that run another companion. LedgerError: it cannot be written.
         """
         asked = Counter({event: number for event, number in events.items() if number})
-        promise = FixedSequence(budget, asked, shared, beside, unit)
+        if isinstance(promise, Budget):
+            promise = Guarantee(promise.epsilon, promise.delta, promise.epsilon)
+        reservation = FixedSequence(promise, asked, beside, unit)
         with self._lock:
-            if self._is_promised(run, promise):
+            if self._is_promised(run, reservation):
                 return
             self._check_unit(run, unit)
             self._check_beside(run, beside)
-            for cost, promised in promise.costs():
+            for cost, promised in reservation.costs():
                 if not cost <= promised:
                     raise PolicyRefused(
                         f"the events reserved for run {run!r} cost ε = {cost:.6g} at δ = "
-                        f"{budget.delta:g} ({ADJACENCY_BY_UNIT[unit]}), more than the promised ε = "
-                        f"{promised:g}"
+                        f"{promise.delta:g} ({ADJACENCY_BY_UNIT[unit]}), more than the promised "
+                        f"ε = {promised:g}"
                     )
             if not only_ask:
-                self._append({"run": run, **promise.entry})
+                self._append({"run": run, **reservation.entry})
 
     def _check_unit(self, run: str, unit: str) -> None:
         others = {one.unit for one in self._reserved.values()} - {unit}
@@ -208,16 +209,12 @@ class Ledger:
                 "q": event.q,
                 "sigma": event.sigma,
                 "count": new,
-                **self._own_share(run, event),
             }
+            if own := self._reserved[run].guarantee.own_share(event):
+                body["sigma_alone"] = own.sigma
             # A simulation's charge protects nobody, so it does not wait for the disk.
             self._chain.append(body, wait=not self.hypothetical)
             self._charged(key, new, round_number, attempt)
-
-    def _own_share(self, run: str, event: SampledGaussian) -> LedgerEntry:
-        """Return the entry's second σ if noise is shared: that of the site's own share."""
-        shared = self._reserved[run].shared
-        return {} if shared is None else {"sigma_alone": shared.own_share(event).sigma}
 
     def expose(self, run: str, round_number: int) -> None:
         """Record that exact numbers leave the site, so that the run is not private.
@@ -280,7 +277,7 @@ class Ledger:
             ]
             lost = math.inf if self._exposed - {without} else 0.0
         counted = [
-            (run, one.guarantee.counted(trusted), one.budget.delta)
+            (run, one.guarantee.counted(trusted), one.guarantee.delta)
             for run, one in each
             if run != without
         ]

@@ -15,23 +15,20 @@ Reservations count, not what was spent: how far a run went may depend on what it
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedpact.common.errors import BudgetExhausted, InputError, LedgerError
 from fedpact.common.format import upper
-from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import (
     ADJACENCY_BY_UNIT,
     Budget,
     History,
     SampledGaussian,
-    epsilon,
 )
-from fedpact.privacy.accounting.group_privacy import PERSON_RECORDS, epsilon_per_person
+from fedpact.privacy.accounting.group_privacy import PERSON_RECORDS
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.hash_chain import Chained, LedgerEntry, read_all
 from fedpact.privacy.ledger.reservations import FIXED, over_runs
@@ -133,16 +130,12 @@ def _together(runs: dict[str, dict[str, Any]], epsilon: str) -> tuple[float, flo
 
 
 def _run(reservation: LedgerEntry, entries: list[LedgerEntry]) -> dict[str, Any]:
-    run, budget, delta = reservation["run"], reservation["epsilon"], reservation["delta"]
-    spent = spent_of(run, entries)
-    honest = reservation.get("honest", 0)
-    cost = epsilon(spent, delta - (shared_noise.ADDED_DELTA if honest else 0.0))
-    alone, budget_alone = cost, reservation.get("epsilon_alone", budget)
-    if honest:
-        alone = epsilon(shared_noise.all_alone(spent, honest), delta)
+    run, spent = reservation["run"], spent_of(reservation["run"], entries)
+    promise = Guarantee.read(reservation)
+    cost = promise.after(spent)
     if any(entry["kind"] == "unprotected" and entry["run"] == run for entry in entries):
         # Exact numbers left the site: no ε bounds what the run released.
-        budget = cost = budget_alone = alone = math.inf
+        promise = cost = replace(promise, epsilon=math.inf, alone=math.inf)
     reserved = {SampledGaussian(q, sigma): n for q, sigma, n in reservation["events"]}
     placed = [e for e in entries if e["kind"] == "placement" and e["run"] == run]
     return {
@@ -155,14 +148,14 @@ def _run(reservation: LedgerEntry, entries: list[LedgerEntry]) -> dict[str, Any]
         "precision": [entry["precision"] for entry in placed],
         # The run that trains on the other records; None for training records.
         "beside": reservation.get("beside"),
-        "epsilon_reserved": budget,
-        "delta": delta,
-        "epsilon_spent": cost,
+        "epsilon_reserved": promise.epsilon,
+        "delta": promise.delta,
+        "epsilon_spent": cost.epsilon,
         # The number of honest sites that the two ε above need; 0 for none.
-        "honest": honest,
-        "epsilon_alone_reserved": budget_alone,
-        "epsilon_alone_spent": alone,
-        "epsilon_per_person": _per_person(reserved, delta, honest, budget)
+        "honest": promise.honest,
+        "epsilon_alone_reserved": promise.alone,
+        "epsilon_alone_spent": cost.alone,
+        "epsilon_per_person": _per_person(promise, reserved)
         if reservation["unit"] == "record"
         else None,
         "events": [
@@ -172,26 +165,13 @@ def _run(reservation: LedgerEntry, entries: list[LedgerEntry]) -> dict[str, Any]
     }
 
 
-def _per_person(
-    events: Mapping[SampledGaussian, int], delta: float, honest: int, budget: float
-) -> dict[str, float] | None:
+def _per_person(promise: Guarantee, events: History) -> dict[str, float] | None:
     """Return k -> ε at δ of all reserved events, for a person's k records; None without events."""
     if not events:
         return None
-    # The budget is infinite if exact numbers have left the site.
-    least = budget if math.isinf(budget) else 0.0
-    if not honest:
-        found = {k: epsilon_per_person(events, delta, k) for k in PERSON_RECORDS}
-        return {str(k): max(least, cost) for k, cost in found.items()}
-    own = shared_noise.all_alone(events, honest)
-    found = {
-        k: shared_noise.cover(
-            partial(epsilon_per_person, events, records=k),
-            *(delta, budget),
-            epsilon_per_person(own, delta, k),
-        )
-        for k in PERSON_RECORDS
-    }
+    # The promise is infinite if exact numbers have left the site.
+    least = promise.epsilon if math.isinf(promise.epsilon) else 0.0
+    found = {k: promise.per_person(events, k).epsilon for k in PERSON_RECORDS}
     return {str(k): max(least, cost) for k, cost in found.items()}
 
 

@@ -4,8 +4,8 @@ A reservation is a fixed sequence of events, listed before the run. PLD and RDP 
 together, and the reserved (ε, δ) is the guarantee.
 
 If noise is shared (privacy.accounting.shared_noise), an event has the noise of h sites' shares, and
-(ε, δ) holds if h sites are honest. A second ε at the same δ is then reserved for the site's own
-share of each event, which holds against everybody. Every charge counts for both.
+(ε, δ) relies on all h. A second ε at the same δ is then reserved for the site's own share of each
+event, which holds against everybody. Every charge counts for both.
 
 A companion reservation covers other records of the same site than its run, such as those held out
 of training (`CompanionReservation`). A record belongs to one of the two, so the larger counts and
@@ -18,12 +18,11 @@ earlier results were seen.
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from fedpact.common.errors import BudgetExhausted, PolicyRefused
-from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, add_budgets, epsilon
 from fedpact.privacy.guarantee import Guarantee
 
@@ -33,21 +32,6 @@ WHY: Final = (
     "The events were fixed before the run, so PLD composition is a proof; a stopping time alone "
     "does not change that for the reserved (ε, δ)."
 )
-
-
-@dataclass(frozen=True)
-class Shared:
-    """How noise is shared. honest: h >= 1. epsilon_alone: of the site's own shares, at the same δ.
-
-    The reservation's δ includes privacy.accounting.shared_noise.ADDED_DELTA.
-    """
-
-    honest: int
-    epsilon_alone: float
-
-    def own_share(self, event: SampledGaussian) -> SampledGaussian:
-        """Return an event with the noise of the site's own share only."""
-        return shared_noise.own_share_event(event, self.honest)
 
 
 @dataclass(frozen=True)
@@ -62,42 +46,25 @@ class CompanionReservation:
     split: str
 
 
+@dataclass
 class FixedSequence:
     """Events that may be used in any order, each up to its number in `allowed`."""
 
-    def __init__(
-        self,
-        budget: Budget,
-        allowed: Counter[SampledGaussian],
-        shared: Shared | None = None,
-        beside: CompanionReservation | None = None,
-        unit: str = "record",
-    ) -> None:
-        self.budget, self.allowed, self.shared, self.beside = budget, allowed, shared, beside
-        self.unit = unit
-        self.spent = Counter[SampledGaussian]()
-        self._largest = 0
-
-    @property
-    def epsilon(self) -> float:
-        """The reserved ε."""
-        return self.budget.epsilon
-
-    @property
-    def guarantee(self) -> Guarantee:
-        """What is reserved, with other sites' noise and without."""
-        epsilon, delta = self.budget.epsilon, self.budget.delta
-        if self.shared is None:
-            return Guarantee(epsilon, delta, epsilon)
-        return Guarantee(epsilon, delta, self.shared.epsilon_alone, self.shared.honest)
+    guarantee: Guarantee
+    allowed: Counter[SampledGaussian]
+    beside: CompanionReservation | None
+    unit: str
+    spent: Counter[SampledGaussian] = field(default_factory=Counter[SampledGaussian])
+    _largest: int = 0
 
     @property
     def entry(self) -> dict[str, Any]:
         """The reservation's entry in the ledger."""
+        promise = self.guarantee
+        found = {"kind": "reserve", "epsilon": promise.epsilon, "delta": promise.delta}
+        found |= promise.entries if promise.condition else {}
+        found |= {} if self.beside is None else asdict(self.beside)
         events = [[e.q, e.sigma, n] for e, n in sorted(self.allowed.items())]
-        found = {"kind": "reserve", **asdict(self.budget)}
-        for more in (self.shared, self.beside):
-            found |= {} if more is None else asdict(more)
         return {**found, "unit": self.unit, "events": events}
 
     @property
@@ -106,13 +73,9 @@ class FixedSequence:
         return {name: value for name, value in self.entry.items() if name != "epsilon_alone"}
 
     def costs(self) -> list[tuple[float, float]]:
-        """Return pairs (ε of all events, ε reserved); with shared noise also the pair alone."""
-        if self.shared is None:
-            return [(epsilon(self.allowed, self.budget.delta), self.budget.epsilon)]
-        own = shared_noise.all_alone(self.allowed, self.shared.honest)
-        together = epsilon(self.allowed, self.budget.delta - shared_noise.ADDED_DELTA)
-        alone = epsilon(own, self.budget.delta)
-        return [(together, self.budget.epsilon), (alone, self.shared.epsilon_alone)]
+        """Return pairs (ε of all events, ε reserved): with other sites' noise, and without."""
+        promise, cost = self.guarantee, self.guarantee.after(self.allowed)
+        return [(cost.epsilon, promise.epsilon), (cost.alone, promise.alone)]
 
     def check(self, run: str, event: SampledGaussian, count: int) -> None:
         """Raise PolicyRefused: not reserved. BudgetExhausted: fewer than `count` are left."""
@@ -137,7 +100,7 @@ class FixedSequence:
         """
         missing = lines * max(1, at_least, self._largest)
         taken = list[tuple[SampledGaussian, int]]()
-        costs = {event: epsilon({event: 1}, self.budget.delta, "rdp") for event in self.allowed}
+        costs = {event: epsilon({event: 1}, self.guarantee.delta, "rdp") for event in self.allowed}
         for event in sorted(self.allowed, key=lambda e: costs[e], reverse=True):
             count = min(missing, self.allowed[event] - self.spent[event])
             if count > 0:
@@ -148,11 +111,10 @@ class FixedSequence:
 
 def from_entry(entry: Mapping[str, Any]) -> FixedSequence:
     """Return the reservation of an entry, with nothing charged. Raises ValueError and the like."""
-    budget = Budget(entry["epsilon"], entry["delta"])
-    shared = Shared(entry["honest"], entry["epsilon_alone"]) if "honest" in entry else None
+    Budget(entry["epsilon"], entry["delta"])
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
     beside = CompanionReservation(entry["beside"], entry["split"]) if "beside" in entry else None
-    return FixedSequence(budget, events, shared, beside, entry["unit"])
+    return FixedSequence(Guarantee.read(entry), events, beside, entry["unit"])
 
 
 def cost_of_torn(lines: Sequence[bytes], reserved: Mapping[str, FixedSequence]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The target of an audit: a plan's oracle with a canary, and the attacker's views.
 
 sum     the opened sum: this site's share and those of h - 1 others, against ε
-alone   this site's share when all others are known, against the ε without honest sites
+alone   this site's share when all others are known, against the ε that trusts no other
 
 Everything else in a sum is known, and the same with and without the record. If each site adds its
 own noise, there is one view, of what the site sends.
