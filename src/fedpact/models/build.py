@@ -1,7 +1,7 @@
 """From a name to a module: the papers', one for text, or the user's `package.module:factory`."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -96,6 +96,27 @@ def _needs_nothing(factory: Callable[..., Any]) -> bool:
     return not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in taken)
 
 
+def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | None:
+    """Return the shape of a training pass's answer; None if it fails or answers with no tensor."""
+    held = {name: v.detach().clone() for name, v in module.named_buffers()}
+    try:
+        found = torch.func.functional_call(module.train(), held, (x,))
+    except Exception:  # reported by the kernel, which traces such a pass
+        return None
+    return tuple(found.shape) if isinstance(found, Tensor) else None
+
+
+def _missing(module: nn.Module) -> list[str]:
+    """Return what a model's forward needs beside the first of its inputs."""
+    of = module.model if isinstance(module, NamedInputs) else module
+    try:
+        taken = list(inspect.signature(of.forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in taken[1:] if p.default is p.empty and p.kind not in many]
+
+
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
     count = len(x)
     try:
@@ -110,11 +131,22 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             before, count = torch.default_generator.get_state(), 1
             one = module(x[:1])
         drawn = not torch.equal(before, torch.default_generator.get_state())
+        trained = _in_training(module, x)
     except Exception as error:
         hint = "choose a model that takes records of this shape, or give them the shape it expects"
         types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
         if others := sorted(types - {"torch.float32"}):
             hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
+        elif missing := _missing(module):
+            hint = (
+                f"its forward also takes {', '.join(missing)}, which no record has: choose a model "
+                "that takes records alone, or hand in a module whose forward(x) makes the rest of x"
+            )
+        elif isinstance(module, NamedInputs) and not x.is_floating_point():
+            hint = (
+                "tokens are given as input_ids and attention_mask: choose a model, and adapters, "
+                "that answer from these"
+            )
         elif not x.is_floating_point():
             hint = (
                 "whole numbers mean tokens: choose a model that takes nothing else, such as one "
@@ -157,9 +189,18 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
                 f"give its configuration num_labels = {classes}, and take one with a head that "
                 "answers with logits, as AutoModelForSequenceClassification"
             )
-        elif not isinstance(outputs, Tensor):
-            advice = "return the logits alone, or as 'logits' of a dict"
+        elif isinstance(module, NamedInputs):
+            advice += "; of what it returns the first tensor is taken, so return the logits first"
+        if not isinstance(outputs, Tensor):
+            holds = f", which holds {', '.join(map(str, outputs))}" * isinstance(outputs, Mapping)
+            advice = f"return the logits alone, or as 'logits' of a dict{holds}"
         raise ModelError(f"model {name!r} answers a batch of 2 with {shape}: {many}; {advice}")
+    if trained not in (None, shape):
+        raise ModelError(
+            f"model {name!r} answers a batch of 2 with {shape} in evaluation and with {trained} in "
+            "training: expected the same; leave out what it adds in training, as by "
+            "deep_supervision=False or aux_logits=False"
+        )
     alone = tuple(getattr(one, "shape", ()))
     if alone != (1, *shape[1:]):
         raise ModelError(

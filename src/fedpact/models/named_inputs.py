@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from fedpact.common.params import TOKENS, keeping_modes, model_name
 
 _MEASURED: Final = ("pixel_values", "input_values", "input_features", "inputs_embeds")
-_OUTPUTS: Final = ("logits", "out")
+_OUTPUTS: Final = (
+    "logits",
+    "out",
+    "prediction_logits",
+    "prediction_outputs",
+    "regression_outputs",
+)
 
 
 class NamedInputs(nn.Module):
@@ -183,7 +189,9 @@ def _logits_of(output: Any) -> Any:
     """Return the logits of a model's output, or the output if it has none."""
     if isinstance(output, Mapping):
         named = cast(Mapping[str, Any], output)
-        return next((named[name] for name in _OUTPUTS if name in named), output)
+        alone = [value for value in named.values() if isinstance(value, Tensor)]
+        only = alone[0] if len(alone) == 1 else output
+        return next((named[name] for name in _OUTPUTS if name in named), only)
     several = isinstance(output, (tuple, list)) and output
     first = cast(Any, output)[0] if several else output
     return first if isinstance(first, Tensor) else output
