@@ -118,6 +118,7 @@ CONSTANTS = {
     "positions of Whisper": as_whisper(20, 16),
     "positions with padding": padded(as_whisper(20, 16), 1),
     "logarithms": torch.log(torch.arange(1, 17).float()).repeat(4, 1),
+    "few logarithms": torch.log(torch.arange(1, 5).float()),
     "a window of Hann": torch.hann_window(40),
     "a window of Hamming": torch.hamming_window(33, periodic=False),
     "means of colours": torch.tensor([0.485, 0.456, 0.406])[:, None, None],

@@ -189,11 +189,12 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
                 f"give its configuration num_labels = {classes}, and take one with a head that "
                 "answers with logits, as AutoModelForSequenceClassification"
             )
+        elif not isinstance(outputs, Tensor):
+            advice = "return the logits alone, or as 'logits' of a dict"
         elif isinstance(module, NamedInputs):
             advice += "; of what it returns the first tensor is taken, so return the logits first"
-        if not isinstance(outputs, Tensor):
-            holds = f", which holds {', '.join(map(str, outputs))}" * isinstance(outputs, Mapping)
-            advice = f"return the logits alone, or as 'logits' of a dict{holds}"
+        if isinstance(outputs, Mapping):
+            advice += f"; it holds {', '.join(map(str, outputs))}"
         raise ModelError(f"model {name!r} answers a batch of 2 with {shape}: {many}; {advice}")
     if trained not in (None, shape):
         raise ModelError(

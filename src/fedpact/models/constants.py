@@ -137,6 +137,8 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
         for d in _FLOATS:
             yield places.to(d).sin()
             yield places.to(d).cos()
+            # As Mamba's states begin.
+            yield (places.to(d) + 1).log()
         if float(x[0]) in (1.0, *(1 / factor for factor in _SLOWED)):
             # Of a row that is long enough, the base may be any round number.
             base = float(x[0] / x[1]) ** n if n >= _LINE and float(x[1]) > 0 else 0.0
