@@ -168,7 +168,8 @@ def _configure(module: nn.Module) -> None:
         config.pad_token_id = end if known else 0
     starts = getattr(config, "decoder_start_token_id", None)
     if getattr(config, "is_encoder_decoder", False) and starts is None:
-        config.decoder_start_token_id = config.pad_token_id
+        # Of a forecaster, whose decoder takes numbers, there is none.
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None)
 
 
 def is_adapted(module: nn.Module) -> bool:
