@@ -58,11 +58,6 @@ def as_whisper(n, d):
     return torch.cat([angles.sin(), angles.cos()], 1)
 
 
-def padded(table, token):
-    table[token] = 0
-    return table
-
-
 def slowed_as_llama(frequencies):
     """Place by place, as Llama 3.1's report has them."""
     found = []
@@ -88,7 +83,6 @@ def patches(side, stride):
     )
 
 
-SOBEL = torch.tensor([[1.0, 0, -1], [2, 0, -2], [1, 0, -1]])
 CONSTANTS = {
     "positions": torch.arange(N)[None],
     "positions from 2": torch.arange(N) + 2,
@@ -116,7 +110,6 @@ CONSTANTS = {
     "frequencies of Llama 3.1": slowed_as_llama(1.0 / 500000.0 ** (torch.arange(64) / 64.0)),
     "frequencies in half precision": (1.0 / 10000 ** (torch.arange(32) / 32.0)).bfloat16().float(),
     "positions of Whisper": as_whisper(20, 16),
-    "positions with padding": padded(as_whisper(20, 16), 1),
     "logarithms": torch.log(torch.arange(1, 17).float()).repeat(4, 1),
     "few logarithms": torch.log(torch.arange(1, 5).float()),
     "a window of Hann": torch.hann_window(40),
@@ -134,11 +127,8 @@ CONSTANTS = {
     "powers": torch.stack([(torch.arange(32) / 32) ** p for p in range(3)]),
     "even steps": torch.arange(0, 3 * N, 3),
     "a band": torch.ones(12, 12).tril(2).triu(-3),
-    "pairs": torch.tril_indices(N, N, -1),
     "distances of patches": patches(4, 1),
     "distances of every second patch": patches(4, 2),
-    "Sobel's filters": torch.stack([SOBEL, SOBEL.T])[:, None],
-    "a smooth filter": (torch.tensor([1, 4, 6, 4, 1]).outer(torch.tensor([1, 4, 6, 4, 1])) / 256),
     "one-hot": torch.nn.functional.one_hot(torch.tensor(3), N),
     "zeros": torch.zeros(N),
     "ones": torch.ones(N, N),

@@ -106,17 +106,6 @@ def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | None:
     return tuple(found.shape) if isinstance(found, Tensor) else None
 
 
-def _missing(module: nn.Module) -> list[str]:
-    """Return what a model's forward needs beside the first of its inputs."""
-    of = module.model if isinstance(module, NamedInputs) else module
-    try:
-        taken = list(inspect.signature(of.forward).parameters.values())
-    except (TypeError, ValueError):
-        return []
-    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in taken[1:] if p.default is p.empty and p.kind not in many]
-
-
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
     count = len(x)
     try:
@@ -133,24 +122,14 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         drawn = not torch.equal(before, torch.default_generator.get_state())
         trained = _in_training(module, x)
     except Exception as error:
-        hint = "choose a model that takes records of this shape, or give them the shape it expects"
+        hint = "choose a model that takes such records and nothing else, or give them another shape"
         types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
         if others := sorted(types - {"torch.float32"}):
             hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
-        elif missing := _missing(module):
-            hint = (
-                f"its forward also takes {', '.join(missing)}, which no record has: choose a model "
-                "that takes records alone, or hand in a module whose forward(x) makes the rest of x"
-            )
-        elif isinstance(module, NamedInputs) and not x.is_floating_point():
-            hint = (
-                "tokens are given as input_ids and attention_mask: choose a model, and adapters, "
-                "that answer from these"
-            )
         elif not x.is_floating_point():
             hint = (
-                "whole numbers mean tokens: choose a model that takes nothing else, such as one "
-                "that begins with an embedding, or store measurements as float32"
+                "whole numbers mean tokens: choose a model, and adapters, that take nothing else, "
+                "such as one that begins with an embedding, or store measurements as float32"
             )
         many = f"{count} made-up records"
         if count == 1:
@@ -167,6 +146,8 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             "F.dropout(x, p, self.training)"
         )
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if isinstance(outputs, Mapping):
+        shape += f" of {', '.join(map(str, outputs))}"
     whole = shape == (2, classes)
     tokens = None if x.is_floating_point() else (2, classes, x.shape[-1])
     fits = {
@@ -193,14 +174,11 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             advice = "return the logits alone, or as 'logits' of a dict"
         elif isinstance(module, NamedInputs):
             advice += "; of what it returns the first tensor is taken, so return the logits first"
-        if isinstance(outputs, Mapping):
-            advice += f"; it holds {', '.join(map(str, outputs))}"
         raise ModelError(f"model {name!r} answers a batch of 2 with {shape}: {many}; {advice}")
     if trained not in (None, shape):
         raise ModelError(
             f"model {name!r} answers a batch of 2 with {shape} in evaluation and with {trained} in "
-            "training: expected the same; leave out what it adds in training, as by "
-            "deep_supervision=False or aux_logits=False"
+            "training: expected the same; leave out what it adds, as by deep_supervision=False"
         )
     alone = tuple(getattr(one, "shape", ()))
     if alone != (1, *shape[1:]):

@@ -2,8 +2,8 @@
 
 Each is one of a few tensors that follow from a shape alone, bit for bit, so that nothing can be
 hidden in it: neither in a number that is chosen, as where an index begins, nor in last digits.
-Rows of at least eight numbers may also follow from a range between two round numbers, as a plan may
-declare one: eight numbers that were learnt or drawn do not lie on such a line by chance.
+Eight numbers or more may also make a range between two round numbers, as a plan may declare one:
+those that were learnt or drawn do not do so by chance.
 """
 
 import itertools
@@ -25,13 +25,9 @@ _STARTS: Final = (0, 1, 2)
 """Where positions begin; models of OPT's and RoBERTa's kind count from 2."""
 _HIDDEN: Final = (0.0, -1.0, -math.inf, -1e4, -1e9)
 """What a mask that is added has in one of two kinds of places, beside 0; or a type's least."""
-_MEANS: Final = (
-    (0.485, 0.456, 0.406),
-    (0.229, 0.224, 0.225),
-    (0.48145466, 0.4578275, 0.40821073),
-    (0.26862954, 0.26130258, 0.27577711),
-)
-"""Means and deviations of colours, as published: of ImageNet and of CLIP's images."""
+_IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_CLIP: Final = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+"""Means and deviations of colours, as published."""
 _MOST: Final = 2**24
 _ROWS: Final = 4
 _LINE: Final = 8
@@ -53,11 +49,11 @@ def is_constant(tensor: Tensor) -> bool:
 
     They are: an arange from 0, 1 or 2, up or down; a triangle, a band or the identity, of truth
     values, of 0 and 1, or of 0 and what hides; differences of places, from 0 or from their least;
-    the places of a triangle; a one-hot row; frequencies of positions to a published base, also
+    a one-hot row; frequencies of positions to a published base, also
     slowed for longer texts, and sines and cosines of them; windows' relative places, also on Swin
-    v2's log scale; windows of a Fourier transform; filters that smooth or differentiate; published
-    means of colours; of eight numbers or more an even range between two round numbers, and its
-    square, exponential and logarithm; up to four of these.
+    v2's log scale; windows of a Fourier transform; published means of colours; of eight numbers or
+    more a range between two round numbers, its square, exponential and logarithm; up to four of
+    these.
 
     >>> is_constant(torch.arange(8)[None]), is_constant(torch.ones(3, 3).tril())
     (True, True)
@@ -93,13 +89,7 @@ def _is_known(x: Tensor) -> bool:
     # At place 0 sines are 0 and cosines 1, which spares making the others.
     begins = x.is_floating_point() and bool(((x[0] == 0) | (x[0] == 1)).all())
     n, m = x.shape
-    if _is(x, _tables(x)):
-        return True
-    # Translators have zeros for the padding, whose token is one of the first.
-    blank = torch.zeros(n, dtype=torch.bool)
-    blank[:_ROWS] = (x[:_ROWS] == 0).all(1)
-    sines = (table.masked_fill(blank[:, None], 0) for table in _sines(n, m)) if begins else iter(())
-    return _is(x, sines)
+    return _is(x, _tables(x)) or (begins and _is(x, _sines(n, m)))
 
 
 _FLOATS: Final = (torch.float32, torch.float64)
@@ -126,19 +116,12 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
         yield (places + start).flip(0)
     yield places.roll(1)
     yield places.roll(-1)
-    # The places of a triangle, with and without its diagonal.
-    side = round((math.sqrt(8 * n + 1) - 1) / 2)
-    for k in (0, 1):
-        yield from torch.tril_indices(side + k, side + k, -k)
-        yield from torch.triu_indices(side + k, side + k, k)
     if (side := math.isqrt(math.isqrt(n))) ** 4 == n:
         yield _windows(side).flatten()
     if x.is_floating_point():
         for d in _FLOATS:
-            yield places.to(d).sin()
-            yield places.to(d).cos()
-            # As Mamba's states begin.
-            yield (places.to(d) + 1).log()
+            # The last as Mamba's states begin.
+            yield from (places.to(d).sin(), places.to(d).cos(), (places.to(d) + 1).log())
         if float(x[0]) in (1.0, *(1 / factor for factor in _SLOWED)):
             # Of a row that is long enough, the base may be any round number.
             base = float(x[0] / x[1]) ** n if n >= _LINE and float(x[1]) > 0 else 0.0
@@ -148,63 +131,33 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
                 yield from _slowed(n, base)
         # Slopes of ALiBi (Press 2022).
         yield 2.0 ** (-8.0 * (places + 1) / n)
-        yield _binomial(n)
-        yield from (torch.tensor(m) * scale for m in _MEANS for scale in (1, 255))
-        for lowest in (0, -1):
-            yield torch.linspace(lowest, 1, n)
-        for d in _FLOATS:
-            for window in _WINDOWS:
-                yield window(n, periodic=True, dtype=d)
-                yield window(n, periodic=False, dtype=d)
-
-
-_WINDOWS: Final = (
-    torch.hann_window,
-    torch.hamming_window,
-    torch.blackman_window,
-    torch.bartlett_window,
-)
+        yield from (torch.tensor(m) * scale for m in _IMAGENET + _CLIP for scale in (1, 255))
+        yield from (torch.linspace(lowest, 1, n) for lowest in (0, -1))
+        for window in (torch.hann_window, torch.hamming_window, torch.blackman_window):
+            for periodic, d in itertools.product((True, False), _FLOATS):
+                yield window(n, periodic=periodic, dtype=d)
 
 
 def _bent_lines(x: Tensor) -> Iterator[Tensor]:
     """Rows between the same ends as x [n], if these are round numbers, evenly or on a log scale."""
-    n = len(x)
-    if n < _LINE:
-        return
-    places = torch.arange(n)
-    for straighten, bend in _BENT if x.is_floating_point() else _BENT[:1]:
+    n, places = len(x), torch.arange(len(x))
+    for straighten, bend in _BENT if n >= _LINE and x.is_floating_point() else _BENT[: n >= _LINE]:
         y = straighten(x.double())
-        first, step = float(y[0]), float(y[-1] - y[0]) / (n - 1)
-        for start in _rounded(first, n):
-            for d in _FLOATS:
-                for end in _rounded(float(y[-1]), n):
-                    yield bend(torch.linspace(start, end, n, dtype=d))
-                for stride in _rounded(step, n):
-                    yield bend(start + places.to(d) * stride)
+        first, last, step = (float(v) for v in (y[0], y[-1], (y[-1] - y[0]) / (n - 1)))
+        for start, d in itertools.product(_rounded(first, n), _FLOATS):
+            yield from (bend(torch.linspace(start, v, n, dtype=d)) for v in _rounded(last, n))
+            yield from (bend(start + places.to(d) * v) for v in _rounded(step, n))
 
 
 def _rounded(number: float, n: int) -> set[float]:
     """The near numbers of two digits, logarithms of such, and parts of n or π of two digits."""
-    if abs(number) < 1e-5:
-        # Any last digits would be round.
-        return {0.0}
-    if not abs(number) < 100:
-        return {float(f"{number:.1e}")} if abs(number) < 1e30 else set()
+    if not 1e-5 < abs(number) < 100:
+        # Any last digits of almost 0 would be round.
+        return {float(f"{number:.1e}") * (abs(number) > 1)} if abs(number) < 1e30 else set()
     parts = [unit / of for unit in (1.0, math.pi) for of in (1, n, n - 1)]
     near = {float(f"{number / part:.1e}") * part for part in parts}
     near.add(math.log(float(f"{math.exp(number):.1e}")))
     return {one for one in near if abs(one - number) <= 0.01 * abs(number) + 1e-6}
-
-
-def _filters(n: int) -> list[Tensor]:
-    """Filters [n] that smooth and, of three numbers, differentiate (Sobel's and Prewitt's)."""
-    central = torch.tensor([1.0, 0.0, -1.0])
-    return [_binomial(n), torch.ones(n) / n, *([central, -central] if n == 3 else [])]
-
-
-def _binomial(n: int) -> Tensor:
-    """The filter [n] that smooths most evenly, of sum 1."""
-    return torch.tensor([math.comb(n - 1, k) / 2 ** (n - 1) for k in range(n)])
 
 
 def _frequencies(n: int, bases: Iterable[float]) -> Iterator[Tensor]:
@@ -229,13 +182,11 @@ def _slowed(n: int, base: float) -> Iterator[Tensor]:
         yield (1 - share) * fast / factor + share * fast
         for length in _YARN:
             # Where 32 turns, and where one, fit the length.
-            ends = [
-                n * math.log(length / (turns * 2 * math.pi)) / math.log(base) for turns in (32, 1)
-            ]
-            for low, high in (ends, (math.floor(ends[0]), math.ceil(ends[1]))):
-                low, high = max(low, 0), min(high, 2 * n - 1)
-                ramp = ((torch.arange(n).float() - low) / (high - low)).clamp(0, 1)
-                kept = 1 - ramp
+            turns = [length / (2 * math.pi * count) for count in (32, 1)]
+            low, high = (n * math.log(one) / math.log(base) for one in turns)
+            for first, last in ((low, high), (math.floor(low), math.ceil(high))):
+                reach = min(last, 2 * n - 1) - max(first, 0)
+                kept = 1 - ((torch.arange(n).float() - max(first, 0)) / reach).clamp(0, 1)
                 yield 1.0 / (factor * power) * (1 - kept) + fast * kept
 
 
@@ -256,15 +207,10 @@ def _tables(x: Tensor) -> Iterator[Tensor]:
     for difference in (apart, -apart, apart.abs()):
         yield difference
         yield difference - difference.min()
-    if n == m <= _LINE:
-        for one, other in itertools.product(_filters(n), repeat=2):
-            product = one[:, None] * other
-            for scale in (1, 2, 4, 8, 2 ** (n - 1), 1 / float(product.abs().sum())):
-                yield product * scale
     if n == m and (side := math.isqrt(n)) ** 2 == n:
         yield _windows(side)
     if (side := math.isqrt(m)) ** 2 == m:
-        yield from _offsets(n, side)
+        yield from (_offsets(side, stride) for stride in (1, 2))
     if n == m and (side := math.isqrt(n - 1)) ** 2 == n - 1:
         # A class's token ahead of the patches has three numbers of its own (Bao 2022, BEiT).
         last = (2 * side - 1) ** 2
@@ -281,13 +227,11 @@ def _windows(side: int) -> Tensor:
     return apart[0] * (2 * side - 1) + apart[1]
 
 
-def _offsets(n: int, side: int) -> Iterator[Tensor]:
-    """How far a window's patches are from all, or every second, of them [n, side²] (LeViT)."""
-    for stride in (1, 2):
-        grids = [torch.cartesian_prod(*[torch.arange(0, side, step)] * 2) for step in (stride, 1)]
-        if len(grids[0]) == n:
-            apart = (grids[0][:, None] - grids[1]).abs()
-            yield apart[..., 0] * side + apart[..., 1]
+def _offsets(side: int, stride: int) -> Tensor:
+    """How far a window's patches are from each stride-th of them [n, side²] (LeViT)."""
+    ours, theirs = (torch.cartesian_prod(*[torch.arange(0, side, k)] * 2) for k in (stride, 1))
+    apart = (ours.view(-1, 1, 2) - theirs.view(-1, 2)).abs()
+    return apart[..., 0] * side + apart[..., 1]
 
 
 def _log_windows(n: int, m: int) -> Tensor:
@@ -304,13 +248,10 @@ def _sines(n: int, m: int) -> Iterator[Tensor]:
     for frequencies in _frequencies(m // 2, _BASES[:1]) if m % 2 == 0 else ():
         for d in _FLOATS:
             angles = torch.arange(n, dtype=d)[:, None] * frequencies.to(d)
-            sine, cosine = angles.sin(), angles.cos()
-            for pair in ((sine, cosine), (cosine, sine)):
+            for pair in itertools.permutations((angles.sin(), angles.cos())):
                 yield torch.stack(pair, 2).flatten(1)
                 yield torch.cat(pair, 1)
-    for d in _FLOATS:
-        for base in _BASES:
-            for frequencies in _frequencies(m, (base,)):
-                angles = torch.arange(n, dtype=d)[:, None] * frequencies.to(d)
-                yield angles.sin()
-                yield angles.cos()
+    for d, frequencies in itertools.product(_FLOATS, _frequencies(m, _BASES)):
+        angles = torch.arange(n, dtype=d)[:, None] * frequencies.to(d)
+        yield angles.sin()
+        yield angles.cos()

@@ -21,13 +21,8 @@ from torch import Tensor, nn
 from fedpact.common.params import TOKENS, keeping_modes, model_name
 
 _MEASURED: Final = ("pixel_values", "input_values", "input_features", "inputs_embeds")
-_OUTPUTS: Final = (
-    "logits",
-    "out",
-    "prediction_logits",
-    "prediction_outputs",
-    "regression_outputs",
-)
+_SERIES: Final = ("prediction_logits", "prediction_outputs", "regression_outputs")
+_OUTPUTS: Final = ("logits", "out", *_SERIES)
 
 
 class NamedInputs(nn.Module):
@@ -190,9 +185,9 @@ def _logits_of(output: Any) -> Any:
     """Return the logits of a model's output, or the output if it has none."""
     if isinstance(output, Mapping):
         named = cast(Mapping[str, Any], output)
-        alone = [value for value in named.values() if isinstance(value, Tensor)]
-        only = alone[0] if len(alone) == 1 else output
-        return next((named[name] for name in _OUTPUTS if name in named), only)
+        alone = [name for name, value in named.items() if isinstance(value, Tensor)]
+        known = [*_OUTPUTS, *(alone if len(alone) == 1 else ())]
+        return next((named[name] for name in known if name in named), output)
     several = isinstance(output, (tuple, list)) and output
     first = cast(Any, output)[0] if several else output
     return first if isinstance(first, Tensor) else output

@@ -146,10 +146,6 @@ def _skips_layers(layer: nn.Module) -> bool:
     )
 
 
-def _skips_adapters(layer: nn.Module) -> bool:
-    return any(kind.__name__ == "LycorisLayer" for kind in type(layer).__mro__)
-
-
 def _masks_spans(layer: nn.Module) -> bool:
     """Whether it is a model that hides parts of a recording in training (SpecAugment)."""
     config: Any = getattr(layer, "config", None)
@@ -191,7 +187,7 @@ _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
         "apply_spec_augment = False in the configuration",
     ),
     (
-        _skips_adapters,
+        lambda layer: any(kind.__name__ == "LycorisLayer" for kind in type(layer).__mro__),
         "whether an adapter acts is drawn for the batch at once, as LoHa's and LoKr's layers do "
         "({}): choose another kind, as peft.LoraConfig",
     ),
