@@ -165,6 +165,8 @@ def test_last_digits_hide_nothing(tensor):
         torch.linspace(-1.234, 5, 50),
         torch.tensor([0.4914, 0.4822, 0.4465]),
         torch.tensor([1.0, 0.25]),
+        torch.tensor([1.0, 1e-30] * 32),
+        torch.tensor([1.0, math.nan, *[math.inf] * N]),
         torch.tensor([2.0, 3.5, 5.0]),
         1.0 / 12345 ** (torch.arange(0, 2 * N, 2) / (2 * N)),
         torch.tensor([0, 1, 1, 0, 1, 0]),

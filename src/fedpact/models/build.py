@@ -145,9 +145,10 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             "follow from weights and records alone; draw in training alone, as by "
             "F.dropout(x, p, self.training)"
         )
-    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    called = type(outputs).__name__
     if isinstance(outputs, Mapping):
-        shape += f" of {', '.join(map(str, outputs))}"
+        called += f" of {', '.join(map(str, outputs))}"
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else called
     whole = shape == (2, classes)
     tokens = None if x.is_floating_point() else (2, classes, x.shape[-1])
     fits = {

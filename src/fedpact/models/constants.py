@@ -124,8 +124,9 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
             yield from (places.to(d).sin(), places.to(d).cos(), (places.to(d) + 1).log())
         if float(x[0]) in (1.0, *(1 / factor for factor in _SLOWED)):
             # Of a row that is long enough, the base may be any round number.
-            base = float(x[0] / x[1]) ** n if n >= _LINE and float(x[1]) > 0 else 0.0
-            bases = {*_BASES, *([float(f"{base:.1e}")] if 10 < base < 1e12 else [])}
+            falls = x.double()[[0]] / x.double()[[1, -1]] if n >= _LINE else torch.zeros(2)
+            own = (falls.abs() ** torch.tensor([n, n / max(n - 1, 1)])).tolist()
+            bases = {*_BASES, *(float(f"{base:.1e}") for base in own if 10 < base < 1e12)}
             yield from _frequencies(n, bases)
             for base in bases if n >= _LINE else ():
                 yield from _slowed(n, base)
