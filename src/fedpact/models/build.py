@@ -96,14 +96,21 @@ def _needs_nothing(factory: Callable[..., Any]) -> bool:
     return not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in taken)
 
 
-def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | None:
-    """Return the shape of a training pass's answer; None if it fails or answers with no tensor."""
+def _form(outputs: Any) -> tuple[int, ...] | str:
+    """Return a tensor's shape, of anything else its type and what a mapping holds."""
+    if isinstance(outputs, Tensor):
+        return tuple(outputs.shape)
+    names = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
+    return f"{type(outputs).__name__}{names}"
+
+
+def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
+    """Return the form of a training pass's answer, None if it fails."""
     held = {name: v.detach().clone() for name, v in module.named_buffers()}
     try:
-        found = torch.func.functional_call(module.train(), held, (x,))
+        return _form(torch.func.functional_call(module.train(), held, (x,)))
     except Exception:  # reported by the kernel, which traces such a pass
         return None
-    return tuple(found.shape) if isinstance(found, Tensor) else None
 
 
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
@@ -145,10 +152,7 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             "follow from weights and records alone; draw in training alone, as by "
             "F.dropout(x, p, self.training)"
         )
-    called = type(outputs).__name__
-    if isinstance(outputs, Mapping):
-        called += f" of {', '.join(map(str, outputs))}"
-    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else called
+    shape = _form(outputs)
     whole = shape == (2, classes)
     tokens = None if x.is_floating_point() else (2, classes, x.shape[-1])
     fits = {
