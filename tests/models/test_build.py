@@ -51,6 +51,41 @@ def broken(shape, classes):
     raise RuntimeError("no weights today")
 
 
+class Deep(nn.Linear):
+    """Answers in training with a second head's scores."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        found = super().forward(x)
+        return torch.stack([found, found], 1) if self.training else found
+
+
+class Pair(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        return x.flip(1), super().forward(x)
+
+
+class Scored(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        return {"hidden": x, "scores": super().forward(x)}
+
+
+class Aged(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x, age, scale=1):
+        return super().forward(x) * age * scale
+
+
 def no_module(shape, classes):
     return "a model"
 
@@ -74,6 +109,10 @@ def test_a_users_own_factory_is_found(monkeypatch):
         ("test_build:wide", r"expected \(2, 3\)"),
         ("test_build:broken", "no weights today"),
         ("test_build:no_module", "expected an nn.Module"),
+        ("test_build:Deep", r"\(2, 3\) in evaluation and with \(2, 2, 3\) in training: .*deep_sup"),
+        ("test_build:Pair", "the first tensor is taken, so return the logits first"),
+        ("test_build:Scored", "with dict of hidden, scores: .* as 'logits' of a dict"),
+        ("test_build:Aged", "takes such records and nothing else, .*'age'"),
         ("cnn", "expected images"),
         ("cnn_group_norm", "'cnn_group_norm' got records .* expected images"),
     ],

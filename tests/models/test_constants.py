@@ -52,6 +52,37 @@ def with_class(side):
     return table
 
 
+def as_whisper(n, d):
+    steps = math.log(10000) / (d // 2 - 1)
+    angles = torch.arange(n)[:, None] * torch.exp(-steps * torch.arange(d // 2))
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def slowed_as_llama(frequencies):
+    """Place by place, as Llama 3.1's report has them."""
+    found = []
+    for f in frequencies:
+        turns = 8192 / (2 * math.pi / f)
+        share = (turns - 1.0) / (4.0 - 1.0)
+        found.append(
+            f if turns > 4 else f / 8.0 if turns < 1 else (1 - share) * f / 8.0 + share * f
+        )
+    return torch.stack(found)
+
+
+def patches(side, stride):
+    """As LeViT has them: numbers in the order in which distances first occur."""
+    rows = [(i, j) for i in range(0, side, stride) for j in range(0, side, stride)]
+    columns = [(i, j) for i in range(side) for j in range(side)]
+    seen = {}
+    return torch.tensor(
+        [
+            [seen.setdefault((abs(a - c), abs(b - d)), len(seen)) for c, d in columns]
+            for a, b in rows
+        ]
+    )
+
+
 CONSTANTS = {
     "positions": torch.arange(N)[None],
     "positions from 2": torch.arange(N) + 2,
@@ -75,6 +106,29 @@ CONSTANTS = {
     "sines of places": sinusoids(50, 16),
     "sines in a row": torch.sin(torch.arange(64.0).view(8, 8)),
     "a ring": torch.stack([torch.arange(5), (torch.arange(5) + 1) % 5]),
+    "frequencies of a base of one's own": 250.0 ** (-torch.arange(N) / N),
+    "frequencies of Llama 3.1": slowed_as_llama(1.0 / 500000.0 ** (torch.arange(64) / 64.0)),
+    "frequencies in half precision": (1.0 / 10000 ** (torch.arange(32) / 32.0)).bfloat16().float(),
+    "positions of Whisper": as_whisper(20, 16),
+    "logarithms": torch.log(torch.arange(1, 17).float()).repeat(4, 1),
+    "few logarithms": torch.log(torch.arange(1, 5).float()),
+    "a window of Hann": torch.hann_window(40),
+    "a window of Hamming": torch.hamming_window(33, periodic=False),
+    "means of colours": torch.tensor([0.485, 0.456, 0.406])[:, None, None],
+    "deviations of colours": torch.tensor([0.26862954, 0.26130258, 0.27577711])[None],
+    "colours up to 255": torch.tensor([0.485, 0.456, 0.406]) * 255,
+    "a range": torch.linspace(-2, 30, 50),
+    "a range in parts": (torch.arange(50) + 0.5) / 50,
+    "a short range": torch.linspace(-1, 1, 5),
+    "angles": torch.arange(N) * (2 * math.pi / N),
+    "a log scale": torch.logspace(-3, 2, 32),
+    "a log scale of one's own": torch.exp(torch.linspace(math.log(0.01), math.log(10), 16)),
+    "doublings": 2.0 ** torch.arange(10) * math.pi,
+    "powers": torch.stack([(torch.arange(32) / 32) ** p for p in range(3)]),
+    "even steps": torch.arange(0, 3 * N, 3),
+    "a band": torch.ones(12, 12).tril(2).triu(-3),
+    "distances of patches": patches(4, 1),
+    "distances of every second patch": patches(4, 2),
     "one-hot": torch.nn.functional.one_hot(torch.tensor(3), N),
     "zeros": torch.zeros(N),
     "ones": torch.ones(N, N),
@@ -90,7 +144,7 @@ def test_a_constant_with_one_changed_number_is_refused():
         for place in {0, tensor.numel() // 3, tensor.numel() - 2}:
             other = tensor.clone().contiguous()
             flat = other.view(-1)
-            flat[place] = ~flat[place] if other.dtype == torch.bool else 5
+            flat[place] = ~flat[place] if other.dtype == torch.bool else 77
             assert not is_constant(other), (name, place)
 
 
@@ -105,8 +159,15 @@ def test_last_digits_hide_nothing(tensor):
     "tensor",
     [
         torch.arange(N) + 1234,
-        torch.arange(0, 3 * N, 3),
-        torch.arange(N) * 0.1,
+        torch.arange(N) * 0.123,
+        torch.arange(0, 3 * N, 3)[: N - 1],
+        torch.linspace(18.3, 94.7, 20),
+        torch.linspace(-1.234, 5, 50),
+        torch.tensor([0.4914, 0.4822, 0.4465]),
+        torch.tensor([1.0, 0.25]),
+        torch.tensor([1.0, 1e-30] * 32),
+        torch.tensor([1.0, math.nan, *[math.inf] * N]),
+        torch.tensor([2.0, 3.5, 5.0]),
         1.0 / 12345 ** (torch.arange(0, 2 * N, 2) / (2 * N)),
         torch.tensor([0, 1, 1, 0, 1, 0]),
         torch.tensor([[0, 1], [1, 1], [0, 1], [1, 0], [0, 0]]),
@@ -121,6 +182,32 @@ def test_last_digits_hide_nothing(tensor):
 )
 def test_a_buffer_with_free_values_is_not_a_constant(tensor):
     assert not is_constant(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_random_numbers_of_any_length_are_not_constants(dtype):
+    """Drawn, sorted, or on a line or log scale between drawn ends."""
+    draws = torch.Generator().manual_seed(0)
+    for n in (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 25, 36, 64):
+        ends = torch.rand(2, generator=draws, dtype=torch.float64) * 100
+        drawn = torch.randn(n, generator=draws, dtype=torch.float64) * 1000
+        line = ends[0] + (ends[1] - ends[0]) * torch.arange(n) / (n - 1)
+        tables = torch.randn(n, 3, generator=draws, dtype=torch.float64) * 1000
+        rows = drawn, drawn.sort()[0], tables, tables.T
+        # Whole numbers and short rows on a line may be such as an arange.
+        scales = (line, line.log()) if n >= N and dtype in (torch.float32, torch.float64) else ()
+        for row in (*rows, *scales):
+            assert not is_constant(row.to(dtype)), (n, row)
+
+
+def test_chosen_places_and_masks_are_not_constants():
+    draws = torch.Generator().manual_seed(1)
+    for n in (12, 16, 25, 36, 64):
+        chosen = torch.randperm(4 * n, generator=draws)[:n]
+        mask = torch.rand(n, generator=draws) < 0.5
+        graph = torch.rand(n, n, generator=draws) < 0.5
+        for made in (chosen, chosen.sort()[0], mask, mask.float(), graph, graph.float()):
+            assert not is_constant(made), made
 
 
 class Positioned(nn.Module):

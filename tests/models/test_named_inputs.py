@@ -137,8 +137,14 @@ class Several(nn.Linear):
 @pytest.mark.parametrize("training", [(True, False), (True,)], ids=["always", "in training"])
 @pytest.mark.parametrize(
     "answer",
-    [lambda v: (v, v.sum()), lambda v: [v], lambda v: {"logits": v, "hidden": v + 1}],
-    ids=["tuple", "list", "dict"],
+    [
+        lambda v: (v, v.sum()),
+        lambda v: [v],
+        lambda v: {"logits": v, "hidden": v + 1},
+        lambda v: {"loss": None, "scores": v},
+        lambda v: {"hidden": v + 1, "prediction_outputs": v},
+    ],
+    ids=["tuple", "list", "dict", "one tensor", "series"],
 )
 def test_outputs_other_than_logits_are_left_out(answer, training):
     model, x = Several(answer, training), torch.randn(4, 3)

@@ -74,6 +74,27 @@ class Skipping(nn.Linear):
     layerdrop = 0.1
 
 
+class Encoder(nn.Linear):
+    """As wav2vec 2.0's encoder, whose configuration says what is skipped."""
+
+    def __init__(self, **rates):
+        super().__init__(3, 3)
+        self.config = SimpleNamespace(**rates)
+
+    def _mask_hidden_states(self, hidden):
+        raise NotImplementedError
+
+
+class LycorisLayer(nn.Linear):
+    """By PEFT's name of what LoHa and LoKr have in common."""
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
 class Adjacent(nn.Linear):
     def __init__(self):
         super().__init__(3, 3)
@@ -89,6 +110,10 @@ class Adjacent(nn.Linear):
         (nn.utils.spectral_norm(nn.Linear(3, 3)), "remove_spectral_norm"),
         (parametrizations.spectral_norm(nn.Linear(3, 3)), "remove_parametrizations"),
         (Skipping(3, 3), "layerdrop = 0"),
+        (Encoder(layerdrop=0.1), "layerdrop = 0.0"),
+        (Encoder(mask_time_prob=0.05), "apply_spec_augment = False"),
+        (LycorisLayer(3, 3), "LoraConfig"),
+        (Spectral(), r"^weights are torch.complex64: .*view_as_real"),
         (nn.Linear(3, 3).half(), r"\.float\(\)"),
         (nn.Linear(3, 3).requires_grad_(False), "requires_grad"),
         (nn.Linear(3, 3, device="meta"), "no values"),
@@ -99,6 +124,11 @@ class Adjacent(nn.Linear):
 def test_each_obstacle_has_a_remedy(layer, told):
     (found,) = find_obstacles(layer)
     assert re.search(told, found)
+
+
+def test_recordings_without_masks_are_no_obstacle():
+    rates = {"apply_spec_augment": False, "mask_time_prob": 0.05, "layerdrop": 0.0}
+    assert list(find_obstacles(Encoder(**rates))) == []
 
 
 def test_a_single_obstacle_has_a_remedy(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fedpact
+from fedpact.models.constants import is_constant
 from fedpact.models.named_inputs import with_named_inputs
 
 if importlib.util.find_spec("transformers") is None:
@@ -122,6 +123,51 @@ def test_every_token_of_a_text_is_learned(trained, task):
     given = {"label": "tags", "task": "tokens", **settings}
     result = trained(lambda: make(TEXT[kind]()), table, **given)
     assert result.predict({"input_ids": IDS[:2]}).probabilities.shape[:2] == (2, classes)
+
+
+LONGER = {"factor": 32.0, "original_max_position_embeddings": 8192}
+SCALED = {
+    "default": {},
+    "linear": {"factor": 8.0},
+    "llama3": {**LONGER, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {**LONGER, "truncate": False},
+}
+
+
+@pytest.mark.parametrize("base", [10000.0, 150000.0, 500000.0])
+@pytest.mark.parametrize("kind", SCALED)
+def test_frequencies_of_the_library_are_constants(kind, base):
+    rope = {"rope_type": kind, "rope_theta": base, **SCALED[kind]}
+    config = hf.LlamaConfig(**{**BERT, "hidden_size": 128}, head_dim=64, rope_parameters=rope)
+    for model in (hf.LlamaModel(config), hf.LlamaModel(config).bfloat16().float()):
+        assert is_constant(model.rotary_emb.inv_freq)
+
+
+def test_buffers_of_other_kinds_are_constants():
+    audio = hf.WhisperConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, num_mel_bins=16, max_source_positions=64, pad_token_id=0,
+    )  # fmt: skip
+    encoder = hf.WhisperModel(audio).encoder
+    assert is_constant(encoder.embed_positions.weight)
+    mamba = hf.MambaModel(hf.MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1))
+    assert is_constant(mamba.layers[0].mixer.A_log)
+    levit = hf.LevitModel(hf.LevitConfig(image_size=64, depths=[1, 1, 1]))
+    places = [held for name, held in levit.named_buffers() if name.endswith("bias_idxs")]
+    assert places
+    assert all(is_constant(held) for held in places)
+
+
+def test_a_series_runs_and_a_recording_says_what_to_set(trained):
+    """What PatchTSMixer calls its logits is known; wav2vec's masks and skipped layers are told."""
+    config = hf.PatchTSMixerConfig(
+        context_length=32, patch_length=8, patch_stride=8, num_input_channels=2, d_model=8,
+        num_layers=1, num_targets=2,
+    )  # fmt: skip
+    series = torch.randn(48, 32, 2), torch.tensor(LABELS)
+    trained(lambda: hf.PatchTSMixerForTimeSeriesClassification(config), series)
+    left = fedpact.prepare(hf.Wav2Vec2Model(hf.Wav2Vec2Config(num_hidden_layers=1))).left
+    assert ["layerdrop = 0.0" in left[0], "apply_spec_augment = False" in left[1]] == [True, True]
 
 
 def test_a_module_with_weights_has_to_say_where_they_are_from(trained):

@@ -1,7 +1,7 @@
 """From a name to a module: the papers', one for text, or the user's `package.module:factory`."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -96,6 +96,23 @@ def _needs_nothing(factory: Callable[..., Any]) -> bool:
     return not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in taken)
 
 
+def _form(outputs: Any) -> tuple[int, ...] | str:
+    """Return a tensor's shape, of anything else its type and what a mapping holds."""
+    if isinstance(outputs, Tensor):
+        return tuple(outputs.shape)
+    names = f" of {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
+    return f"{type(outputs).__name__}{names}"
+
+
+def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
+    """Return the form of a training pass's answer, None if it fails."""
+    held = {name: v.detach().clone() for name, v in module.named_buffers()}
+    try:
+        return _form(torch.func.functional_call(module.train(), held, (x,)))
+    except Exception:  # reported by the kernel, which traces such a pass
+        return None
+
+
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
     count = len(x)
     try:
@@ -110,15 +127,16 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             before, count = torch.default_generator.get_state(), 1
             one = module(x[:1])
         drawn = not torch.equal(before, torch.default_generator.get_state())
+        trained = _in_training(module, x)
     except Exception as error:
-        hint = "choose a model that takes records of this shape, or give them the shape it expects"
+        hint = "choose a model that takes such records and nothing else, or give them another shape"
         types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
         if others := sorted(types - {"torch.float32"}):
             hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
         elif not x.is_floating_point():
             hint = (
-                "whole numbers mean tokens: choose a model that takes nothing else, such as one "
-                "that begins with an embedding, or store measurements as float32"
+                "whole numbers mean tokens: choose a model, and adapters, that take nothing else, "
+                "such as one that begins with an embedding, or store measurements as float32"
             )
         many = f"{count} made-up records"
         if count == 1:
@@ -134,7 +152,7 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             "follow from weights and records alone; draw in training alone, as by "
             "F.dropout(x, p, self.training)"
         )
-    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    shape = _form(outputs)
     whole = shape == (2, classes)
     tokens = None if x.is_floating_point() else (2, classes, x.shape[-1])
     fits = {
@@ -159,7 +177,14 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             )
         elif not isinstance(outputs, Tensor):
             advice = "return the logits alone, or as 'logits' of a dict"
+        elif isinstance(module, NamedInputs):
+            advice += "; of what it returns the first tensor is taken, so return the logits first"
         raise ModelError(f"model {name!r} answers a batch of 2 with {shape}: {many}; {advice}")
+    if trained not in (None, shape):
+        raise ModelError(
+            f"model {name!r} answers a batch of 2 with {shape} in evaluation and with {trained} in "
+            "training: expected the same; leave out what it adds, as by deep_supervision=False"
+        )
     alone = tuple(getattr(one, "shape", ()))
     if alone != (1, *shape[1:]):
         raise ModelError(

@@ -2,33 +2,58 @@
 
 Each is one of a few tensors that follow from a shape alone, bit for bit, so that nothing can be
 hidden in it: neither in a number that is chosen, as where an index begins, nor in last digits.
+Eight numbers or more may also make a range between two round numbers, as a plan may declare one:
+those that were learnt or drawn do not do so by chance.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_BASES: Final = (1e4, 1e5, 1.6e5, 5e5, 1e6, 1e7)
+_BASES: Final = (1e4, 1e5, 1.5e5, 1.6e5, 5e5, 1e6, 1e7)
 """Of the frequencies of positions, as published: of Vaswani 2017, Llama 3, Qwen, ModernBERT."""
+_SLOWED: Final = (2.0, 4.0, 8.0, 32.0, 40.0)
+"""How much slower the lowest of them turn for longer texts: Gemma 3, Llama 3, Qwen, DeepSeek."""
+_YARN: Final = (4096, 8192, 32768)
+"""The lengths of text that models were trained on before YaRN (Peng 2023)."""
 _STARTS: Final = (0, 1, 2)
 """Where positions begin; models of OPT's and RoBERTa's kind count from 2."""
 _HIDDEN: Final = (0.0, -1.0, -math.inf, -1e4, -1e9)
 """What a mask that is added has in one of two kinds of places, beside 0; or a type's least."""
+_IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_CLIP: Final = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+"""Means and deviations of colours, as published."""
 _MOST: Final = 2**24
 _ROWS: Final = 4
+_LINE: Final = 8
+"""From how many numbers on a range may have any round ends: fewer would fit many of these."""
+_BENT: Final[tuple[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], ...]] = (
+    (torch.clone, torch.clone),
+    (torch.sqrt, torch.square),
+    (torch.log, torch.exp),
+    (torch.log2, torch.exp2),
+    (torch.log10, lambda line: 10.0**line),
+    (torch.exp, torch.log),
+    (lambda x: (x / math.pi).log2(), lambda line: line.exp2() * math.pi),
+)
+"""What makes a line of a row, and the row of a line again."""
 
 
 def is_constant(tensor: Tensor) -> bool:
     """Whether a tensor is one of the known constants of its shape and type.
 
-    They are: an arange from 0, 1 or 2, up or down; a triangle, a band beside the diagonal or the
-    identity, of truth values, of 0 and 1, or of 0 and what hides; differences of places, from 0 or
-    from their least; a one-hot row; frequencies of positions to a published base, and sines and
-    cosines of them; windows' relative places, also on Swin v2's log scale; up to four such rows.
+    They are: an arange from 0, 1 or 2, up or down; a triangle, a band or the identity, of truth
+    values, of 0 and 1, or of 0 and what hides; differences of places, from 0 or from their least;
+    a one-hot row; frequencies of positions to a published base, also
+    slowed for longer texts, and sines and cosines of them; windows' relative places, also on Swin
+    v2's log scale; windows of a Fourier transform; published means of colours; of eight numbers or
+    more a range between two round numbers, its square, exponential and logarithm; up to four of
+    these.
 
     >>> is_constant(torch.arange(8)[None]), is_constant(torch.ones(3, 3).tril())
     (True, True)
@@ -38,10 +63,14 @@ def is_constant(tensor: Tensor) -> bool:
     x = _distinct(tensor.detach().cpu())
     if x.numel() > _MOST or x.is_complex():
         return False
+    if x.is_floating_point() and x.numel() >= _LINE:
+        # What was once of half precision is compared as such.
+        halves = (d for d in (torch.bfloat16, torch.float16) if torch.equal(x.to(d).to(x.dtype), x))
+        x = x.to(next(halves, x.dtype))
     if x.dim() == 0 or _is_known(x):
         return True
     # A row that is one number is 0 or 1: of others, a few rows would hold what one likes.
-    return x.dim() == 2 and len(x) <= _ROWS and all(_is_known(_distinct(row)) for row in x)
+    return x.dim() > 1 and len(x) <= _ROWS and all(_is_known(_distinct(row)) for row in x)
 
 
 def _is_known(x: Tensor) -> bool:
@@ -49,7 +78,7 @@ def _is_known(x: Tensor) -> bool:
         return bool((x == 0) | (x == 1))
     if x.dim() == 1:
         one_hot = bool(((x == 0) | (x == 1)).all()) and int((x == 1).sum()) == 1
-        return one_hot or _is(x, _rows(len(x), x.dtype))
+        return one_hot or _is(x, _rows(x)) or _is(x, _bent_lines(x))
     flat = torch.arange(x.numel()).view(x.shape)
     if _is(x, (v for d in _FLOATS for v in (flat.to(d).sin(), flat.to(d).cos()))):
         return True
@@ -60,7 +89,7 @@ def _is_known(x: Tensor) -> bool:
     # At place 0 sines are 0 and cosines 1, which spares making the others.
     begins = x.is_floating_point() and bool(((x[0] == 0) | (x[0] == 1)).all())
     n, m = x.shape
-    return _is(x, _tables(n, m, x.dtype)) or (begins and _is(x, _sines(n, m)))
+    return _is(x, _tables(x)) or (begins and _is(x, _sines(n, m)))
 
 
 _FLOATS: Final = (torch.float32, torch.float64)
@@ -78,8 +107,9 @@ def _distinct(x: Tensor) -> Tensor:
     return x
 
 
-def _rows(n: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The rows [n] that are known."""
+def _rows(x: Tensor) -> Iterator[Tensor]:
+    """The rows that are known, of the length of x [n]."""
+    n = len(x)
     places = torch.arange(n)
     for start in _STARTS:
         yield places + start
@@ -88,16 +118,50 @@ def _rows(n: int, dtype: torch.dtype) -> Iterator[Tensor]:
     yield places.roll(-1)
     if (side := math.isqrt(math.isqrt(n))) ** 4 == n:
         yield _windows(side).flatten()
-    if dtype.is_floating_point:
+    if x.is_floating_point():
         for d in _FLOATS:
-            yield places.to(d).sin()
-            yield places.to(d).cos()
-        yield from _frequencies(n, _BASES)
+            # The last as Mamba's states begin.
+            yield from (places.to(d).sin(), places.to(d).cos(), (places.to(d) + 1).log())
+        if float(x[0]) in (1.0, *(1 / factor for factor in _SLOWED)):
+            # Of a row that is long enough, the base may be any round number.
+            falls = x.double()[[0]] / x.double()[[1, -1]] if n >= _LINE else torch.zeros(2)
+            own = (falls.abs() ** torch.tensor([n, n / max(n - 1, 1)])).tolist()
+            bases = {*_BASES, *(float(f"{base:.1e}") for base in own if 10 < base < 1e12)}
+            yield from _frequencies(n, bases)
+            for base in bases if n >= _LINE else ():
+                yield from _slowed(n, base)
         # Slopes of ALiBi (Press 2022).
         yield 2.0 ** (-8.0 * (places + 1) / n)
+        yield from (torch.tensor(m) * scale for m in _IMAGENET + _CLIP for scale in (1, 255))
+        yield from (torch.linspace(lowest, 1, n) for lowest in (0, -1))
+        for window in (torch.hann_window, torch.hamming_window, torch.blackman_window):
+            for periodic, d in itertools.product((True, False), _FLOATS):
+                yield window(n, periodic=periodic, dtype=d)
 
 
-def _frequencies(n: int, bases: tuple[float, ...]) -> Iterator[Tensor]:
+def _bent_lines(x: Tensor) -> Iterator[Tensor]:
+    """Rows between the same ends as x [n], if these are round numbers, evenly or on a log scale."""
+    n, places = len(x), torch.arange(len(x))
+    for straighten, bend in _BENT if n >= _LINE and x.is_floating_point() else _BENT[: n >= _LINE]:
+        y = straighten(x.double())
+        first, last, step = (float(v) for v in (y[0], y[-1], (y[-1] - y[0]) / (n - 1)))
+        for start, d in itertools.product(_rounded(first, n), _FLOATS):
+            yield from (bend(torch.linspace(start, v, n, dtype=d)) for v in _rounded(last, n))
+            yield from (bend(start + places.to(d) * v) for v in _rounded(step, n))
+
+
+def _rounded(number: float, n: int) -> set[float]:
+    """The near numbers of two digits, logarithms of such, and parts of n or π of two digits."""
+    if not 1e-5 < abs(number) < 100:
+        # Any last digits of almost 0 would be round.
+        return {float(f"{number:.1e}") * (abs(number) > 1)} if abs(number) < 1e30 else set()
+    parts = [unit / of for unit in (1.0, math.pi) for of in (1, n, n - 1)]
+    near = {float(f"{number / part:.1e}") * part for part in parts}
+    near.add(math.log(float(f"{math.exp(number):.1e}")))
+    return {one for one in near if abs(one - number) <= 0.01 * abs(number) + 1e-6}
+
+
+def _frequencies(n: int, bases: Iterable[float]) -> Iterator[Tensor]:
     """base^(-2i/2n) [n], as the ways to write it round it."""
     for base in bases:
         for d in _FLOATS:
@@ -105,24 +169,49 @@ def _frequencies(n: int, bases: tuple[float, ...]) -> Iterator[Tensor]:
             yield 1.0 / (base ** (steps / (2 * n)))
             yield base ** (-steps / (2 * n))
             yield torch.exp(steps * (-math.log(base) / (2 * n)))
+            # To the last frequency 1 / base, as Whisper and translators have them.
+            yield torch.exp(torch.arange(n, dtype=d) * -(math.log(base) / max(n - 1, 1)))
 
 
-def _tables(n: int, m: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The tables [n, m] that are known."""
+def _slowed(n: int, base: float) -> Iterator[Tensor]:
+    """Frequencies [n] of which the lower ones are divided: Llama 3's, YaRN's, and all of them."""
+    power = base ** (torch.arange(0, 2 * n, 2).float() / (2 * n))
+    fast = 1.0 / power
+    for factor in _SLOWED:
+        yield fast / factor
+        share = ((8192 / (2 * math.pi / fast) - 1.0) / 3.0).clamp(0, 1)
+        yield (1 - share) * fast / factor + share * fast
+        for length in _YARN:
+            # Where 32 turns, and where one, fit the length.
+            turns = [length / (2 * math.pi * count) for count in (32, 1)]
+            low, high = (n * math.log(one) / math.log(base) for one in turns)
+            for first, last in ((low, high), (math.floor(low), math.ceil(high))):
+                reach = min(last, 2 * n - 1) - max(first, 0)
+                kept = 1 - ((torch.arange(n).float() - max(first, 0)) / reach).clamp(0, 1)
+                yield 1.0 / (factor * power) * (1 - kept) + fast * kept
+
+
+def _tables(x: Tensor) -> Iterator[Tensor]:
+    """The tables that are known, of the shape of x [n, m]."""
+    (n, m), dtype = x.shape, x.dtype
     rows, columns = torch.arange(n)[:, None], torch.arange(m)[None]
     apart = columns - rows
     least = torch.finfo(dtype).min if dtype.is_floating_point else 0
-    for k in (-1, 0, 1):
-        for held in (apart > k, apart < k, apart == k):
-            for picked in (held, ~held):
-                yield picked.to(dtype)
-                for hidden in (*_HIDDEN, least) if dtype.is_floating_point else ():
-                    yield torch.zeros(n, m, dtype=dtype).masked_fill_(picked, hidden)
+    # A triangle, the identity and any band are known by how far their corner reaches.
+    alike = x == x[0, 0]
+    held = (apart < alike[0].sum()) & (-apart < alike[:, 0].sum())
+    for picked in (held, ~held):
+        yield picked
+        for hidden in (*_HIDDEN, least) if dtype.is_floating_point else ():
+            wide = _FLOATS[dtype == torch.float64]
+            yield torch.zeros(n, m, dtype=wide).masked_fill_(picked, hidden)
     for difference in (apart, -apart, apart.abs()):
         yield difference
         yield difference - difference.min()
     if n == m and (side := math.isqrt(n)) ** 2 == n:
         yield _windows(side)
+    if (side := math.isqrt(m)) ** 2 == m:
+        yield from (_offsets(side, stride) for stride in (1, 2))
     if n == m and (side := math.isqrt(n - 1)) ** 2 == n - 1:
         # A class's token ahead of the patches has three numbers of its own (Bao 2022, BEiT).
         last = (2 * side - 1) ** 2
@@ -139,6 +228,13 @@ def _windows(side: int) -> Tensor:
     return apart[0] * (2 * side - 1) + apart[1]
 
 
+def _offsets(side: int, stride: int) -> Tensor:
+    """How far a window's patches are from each stride-th of them [n, side²] (LeViT)."""
+    ours, theirs = (torch.cartesian_prod(*[torch.arange(0, side, k)] * 2) for k in (stride, 1))
+    apart = (ours.view(-1, 1, 2) - theirs.view(-1, 2)).abs()
+    return apart[..., 0] * side + apart[..., 1]
+
+
 def _log_windows(n: int, m: int) -> Tensor:
     """Relative places of a window's patches on a log scale [n, m, 2] (Liu 2022, Swin v2)."""
     sides = [torch.arange(-(k // 2), k // 2 + 1).float()[:k] for k in (n, m)]
@@ -153,13 +249,10 @@ def _sines(n: int, m: int) -> Iterator[Tensor]:
     for frequencies in _frequencies(m // 2, _BASES[:1]) if m % 2 == 0 else ():
         for d in _FLOATS:
             angles = torch.arange(n, dtype=d)[:, None] * frequencies.to(d)
-            sine, cosine = angles.sin(), angles.cos()
-            for pair in ((sine, cosine), (cosine, sine)):
+            for pair in itertools.permutations((angles.sin(), angles.cos())):
                 yield torch.stack(pair, 2).flatten(1)
                 yield torch.cat(pair, 1)
-    for d in _FLOATS:
-        for base in _BASES:
-            for frequencies in _frequencies(m, (base,)):
-                angles = torch.arange(n, dtype=d)[:, None] * frequencies.to(d)
-                yield angles.sin()
-                yield angles.cos()
+    for d, frequencies in itertools.product(_FLOATS, _frequencies(m, _BASES)):
+        angles = torch.arange(n, dtype=d)[:, None] * frequencies.to(d)
+        yield angles.sin()
+        yield angles.cos()

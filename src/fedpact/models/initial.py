@@ -116,9 +116,9 @@ _RELEASED = (
     "can be stated"
 )
 _INSTEAD = (
-    "hand in its class or a factory, which draws them from torch's generator and does not seed it, "
-    'or say what chose them: initial = {"trained_on": "ImageNet-1k"}, or "nothing: a mask" in its '
-    "place"
+    "hand in its class or a factory, which draws them from torch's generator and does not seed it; "
+    'or say what chose them: initial = {"trained_on": "ImageNet-1k"}, or of what no record has '
+    'chosen {"trained_on": "nothing: a mask"}, or "nothing: drawn from a seed of its own"'
 )
 _ITSELF = ", by itself: it adds to this run's for whoever is in both"
 """Part of what a run states of its weights; other statements do not contain it."""

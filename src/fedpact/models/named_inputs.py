@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from fedpact.common.params import TOKENS, keeping_modes, model_name
 
 _MEASURED: Final = ("pixel_values", "input_values", "input_features", "inputs_embeds")
-_OUTPUTS: Final = ("logits", "out")
+_SERIES: Final = ("prediction_logits", "prediction_outputs", "regression_outputs")
+_OUTPUTS: Final = ("logits", "out", *_SERIES)
 
 
 class NamedInputs(nn.Module):
@@ -162,7 +163,8 @@ def _configure(module: nn.Module) -> None:
         config.pad_token_id = end if known else 0
     starts = getattr(config, "decoder_start_token_id", None)
     if getattr(config, "is_encoder_decoder", False) and starts is None:
-        config.decoder_start_token_id = config.pad_token_id
+        # Of a forecaster, whose decoder takes numbers, there is none.
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None)
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -183,7 +185,9 @@ def _logits_of(output: Any) -> Any:
     """Return the logits of a model's output, or the output if it has none."""
     if isinstance(output, Mapping):
         named = cast(Mapping[str, Any], output)
-        return next((named[name] for name in _OUTPUTS if name in named), output)
+        alone = [name for name, value in named.items() if isinstance(value, Tensor)]
+        known = [*_OUTPUTS, *(alone if len(alone) == 1 else ())]
+        return next((named[name] for name in known if name in named), output)
     several = isinstance(output, (tuple, list)) and output
     first = cast(Any, output)[0] if several else output
     return first if isinstance(first, Tensor) else output

@@ -82,7 +82,12 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
         for p in model.parameters()
         if p.requires_grad and p.dtype not in (torch.float32, torch.float64)
     }
-    if others:
+    if complexes := sorted(kind for kind in others if "complex" in kind):
+        yield (
+            f"weights are {', '.join(complexes)}: hold real numbers [..., 2] in their place, as "
+            "nn.Parameter(torch.view_as_real(w)), and take torch.view_as_complex of them in forward"
+        )
+    if others := others.difference(complexes):
         yield (
             f"weights are {', '.join(sorted(others))}: make them float32, as fedpact.prepare(model)"
             " or model.float() do"
@@ -132,9 +137,21 @@ def _iterates(layer: nn.Module) -> bool:
 
 def _skips_layers(layer: nn.Module) -> bool:
     return any(
-        isinstance(rate := getattr(layer, name, 0.0), float) and rate > 0
+        isinstance(rate := getattr(of, name, 0.0), float) and rate > 0
+        for of in (
+            layer,
+            getattr(layer, "config", None) if "coder" in type(layer).__name__ else None,
+        )
         for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
     )
+
+
+def _masks_spans(layer: nn.Module) -> bool:
+    """Whether it is a model that hides parts of a recording in training (SpecAugment)."""
+    config: Any = getattr(layer, "config", None)
+    rates = [getattr(config, f"mask_{axis}_prob", 0) for axis in ("time", "feature")]
+    masks = hasattr(layer, "_mask_hidden_states") or hasattr(layer, "_mask_input_features")
+    return masks and any(rates) and bool(getattr(config, "apply_spec_augment", True))
 
 
 _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
@@ -161,8 +178,18 @@ _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
     ),
     (
         _skips_layers,
-        "whole layers are skipped by chance for the batch at once ({}): set layerdrop = 0 in the "
-        "configuration",
+        "whole layers are skipped by chance for the batch at once ({}): set layerdrop = 0.0 in the "
+        "configuration, and so encoder_layerdrop and decoder_layerdrop",
+    ),
+    (
+        _masks_spans,
+        "parts of recordings are hidden by numpy's random numbers for the batch at once ({}): set "
+        "apply_spec_augment = False in the configuration",
+    ),
+    (
+        lambda layer: any(kind.__name__ == "LycorisLayer" for kind in type(layer).__mro__),
+        "whether an adapter acts is drawn for the batch at once, as LoHa's and LoKr's layers do "
+        "({}): choose another kind, as peft.LoraConfig",
     ),
 )
 """Tests of layers that prevent private training, each with a remedy ({} is their names)."""
