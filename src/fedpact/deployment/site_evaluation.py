@@ -47,7 +47,6 @@ from fedpact.privacy.ledger.ledger import Ledger, read_entries
 from fedpact.privacy.oracle import Records
 from fedpact.simulation.workshop import Worker
 
-
 NOT_PRIVATE: Final = "NOT PRIVATE: tuned on this site's own records; never release it"
 
 
