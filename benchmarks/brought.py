@@ -168,15 +168,15 @@ def _table(stored: dict[str, Any]) -> list[str]:
     """The last section of the page: a line for each model that was measured."""
     known = catalogue()
     shown = {name: one for name, one in stored.items() if name in known and "runs" in one}
-    made = sorted({(one["commit"], one["processor"]) for one in shown.values()})
-    code = "; ".join(f"commit {commit}, {processor}" for commit, processor in made)
+    machines = "; ".join(sorted({one["processor"] for one in shown.values()}))
     lines = [
         "Times of a step in units of a plain step of the same model, beside PyTorch's `vmap` and "
         "Opacus by hooks and by ghost norms. The models are small random configurations, with "
         f"{_BATCH} records and one thread; the median of {_TURNS} turns on a busy machine, by "
         "processor time. A dash stands where the other library failed. `prepare` has replaced "
         "BatchNorm. MiB are those of a private step beside a plain one. Made by "
-        f"`python -m benchmarks.brought` ({code}).",
+        f"`python -m benchmarks.brought` ({machines}); `benchmarks/brought.json` has the commit "
+        "of each.",
         "",
         "| model | runs | way | private | vmap | hooks | ghost | MiB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
