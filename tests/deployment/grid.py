@@ -207,4 +207,4 @@ def killed_before(run, number, monkeypatch):
 
 def bound_on_spent(site):
     """The bound on ε of what a site has charged, as a server has it that asked as often."""
-    return site._terms.epsilon_after(site.ledger.spent(site.run))
+    return site._terms.guarantee_after(site.ledger.spent(site.run)).epsilon

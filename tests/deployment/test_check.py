@@ -406,7 +406,7 @@ def test_cells_that_are_no_numbers_are_described(sites, tmp_path):
     told = f"lactate: {len(found[2::3])} cells are no numbers: numbers with decimal commas"
     assert any(told in remark for remark in checked.remarks)
     assert not checked.mends
-    assert "lactate: text, declared as numbers: numbers with a decimal comma" in remarks
+    assert "lactate: text, declared as numbers: numbers with decimal commas" in remarks
     assert "age: dates, declared as numbers: Write days since a fixed day" in remarks
 
 

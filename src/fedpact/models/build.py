@@ -107,10 +107,15 @@ def _form(outputs: Any) -> tuple[int, ...] | str:
 def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
     """Return the form of a training pass's answer, None if it fails."""
     held = {name: v.detach().clone() for name, v in module.named_buffers()}
+    before = {m: m.training for m in module.modules()}
     try:
-        return _form(torch.func.functional_call(module.train(), held, (x,)))
+        with torch.random.fork_rng(devices=[]):
+            return _form(torch.func.functional_call(module.train(), held, (x,)))
     except Exception:  # reported by the kernel, which traces such a pass
         return None
+    finally:
+        for m, training in before.items():
+            m.training = training
 
 
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:

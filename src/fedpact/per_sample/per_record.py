@@ -49,13 +49,6 @@ class Alone:
         try:
             self._one = Program(model, loss, x, y, 1)
         except Untraceable as error:
-            made_up = (v.new_zeros(1, *v.shape[1:]) for v in (x, y))
-            if own := _error(lambda x, y: loss(model.module(x), y), *made_up):
-                raise ModelError(
-                    f"model {self._name} or its loss fails on records {tuple(x.shape[1:])} with "
-                    f"labels {tuple(y.shape[1:])}: {own}; let it return, in training too, the one "
-                    "tensor that the loss expects, without auxiliary or deeply supervised outputs"
-                ) from error
             again = "" if str(error) == why else f" ({error})"
             raise ModelError(
                 f"model {self._name} is not shown to keep the records of a batch apart ({why}), "

@@ -7,12 +7,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedpact.common.format import upper
-from fedpact.privacy.accounting import shared_noise
-from fedpact.privacy.accounting.accountant import Accountant, History, SampledGaussian, epsilon
-from fedpact.privacy.accounting.group_privacy import epsilon_per_person
+
+# Prices are computed by numpy and scipy, which commands that only print a guarantee do not need.
+if TYPE_CHECKING:
+    from fedpact.privacy.accounting.accountant import Accountant, History, SampledGaussian
 
 
 @dataclass(frozen=True)
@@ -34,31 +35,39 @@ class Guarantee:
 
     @staticmethod
     def of(
-        events: History, delta: float, honest: int, accountant: Accountant = "best"
+        events: "History", delta: float, honest: int, accountant: "Accountant" = "best"
     ) -> "Guarantee":
         """Return upper bounds for events that have the noise of `honest` shares, 0 for their own.
 
         A part of δ is set aside for the law of a sum of shares (accounting.shared_noise).
         """
+        from fedpact.privacy.accounting import shared_noise
+        from fedpact.privacy.accounting.accountant import epsilon
+
         cost = epsilon(events, shared_noise.delta_of_events(delta, honest), accountant)
         if not honest:
             return Guarantee(cost, delta, cost)
         own = shared_noise.all_alone(events, honest)
         return Guarantee(cost, delta, epsilon(own, delta, accountant), honest)
 
-    def after(self, events: History) -> "Guarantee":
+    def after(self, events: "History") -> "Guarantee":
         """Return upper bounds at δ for some of the events that this guarantee was given for."""
         return Guarantee.of(events, self.delta, self.honest)
 
-    def own_share(self, event: SampledGaussian) -> SampledGaussian | None:
+    def own_share(self, event: "SampledGaussian") -> "SampledGaussian | None":
         """Return an event with the noise of a site's own share only; None if noise is unshared."""
+        from fedpact.privacy.accounting import shared_noise
+
         return shared_noise.own_share_event(event, self.honest) if self.honest else None
 
-    def per_person(self, events: History, records: int) -> "Guarantee":
+    def per_person(self, events: "History", records: int) -> "Guarantee":
         """Return upper bounds at δ for a person's `records` records together.
 
         events: those that this guarantee was given for, a run's promise.
         """
+        from fedpact.privacy.accounting import shared_noise
+        from fedpact.privacy.accounting.group_privacy import epsilon_per_person
+
         if not self.honest:
             cost = epsilon_per_person(events, self.delta, records)
             return Guarantee(cost, self.delta, cost)
