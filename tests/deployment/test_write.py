@@ -333,7 +333,10 @@ def test_sites_have_the_names_that_were_chosen(tmp_path):
     assert "No purpose is stated" in done.stdout
 
 
-@pytest.mark.parametrize("names", [("a", "a"), ("a/b", "c"), ("server", "c"), ("", "c")])
+_UNUSABLE = ("a", "a"), ("a/b", "c"), ("server", "c"), ("", "c"), ("ü", "u")
+
+
+@pytest.mark.parametrize("names", _UNUSABLE)
 def test_names_that_sites_cannot_have_are_refused(tmp_path, names):
     given = [part for name in names for part in ("--name", name)]
     done = CliRunner().invoke(app, ["deploy", "init", str(tmp_path / "d"), *given])

@@ -275,6 +275,12 @@ def _check_names(names: tuple[str, ...], count: int) -> None:
             f"the sites' names are {', '.join(map(repr, names))}: expected {count}, each once, of "
             "at most 63 letters, digits, '.', '-' and '_', and none 'server'"
         )
+    files = {name: safe_name(name) for name in names}
+    if len({file.casefold() for file in files.values()}) < len(files):
+        raise PlanError(
+            "the sites' names are not different as names of directories: "
+            f"{', '.join(f'{name!r} is {file}' for name, file in files.items())}: choose others"
+        )
 
 
 def _write(

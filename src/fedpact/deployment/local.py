@@ -152,16 +152,17 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
 def describe_end(code: int | None) -> str:
     """Describe how a party's process ended, and what to do. code: see `Parties.exit_code`."""
     again = "start it again: it continues"
-    if code is not None and (code < 0 or code > 128):
-        number = -code if code < 0 else code - 128
+    number = 0 if code is None else -code if code < 0 else code - 128
+    names = {one.value: one.name for one in signal.Signals}
+    if number in names:
         memory = ", perhaps for want of memory (see `dmesg`)" * (number == signal.SIGKILL)
-        return f"was killed by {signal.Signals(number).name}{memory}: {again}"
+        return f"was killed by {names[number]}{memory}: {again}"
     told = {
         FedpactError.exit_code: "with code 2: mend what its last line says, then start it again",
         TransportLost.exit_code: f"with code 69, as Flower's process was lost: {again}",
         1: "with code 1, a fault of fedpact: see log.txt",
     }
-    return f"has ended {told.get(code or 0, '')}".rstrip()
+    return f"has ended {told.get(code, f'with code {code}')}" if code else "has ended"
 
 
 def last_log_lines(directory: Path, name: str) -> str:

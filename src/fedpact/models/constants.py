@@ -2,8 +2,7 @@
 
 Each is one of a few tensors that follow from a shape alone, bit for bit, so that nothing can be
 hidden in it: neither in a number that is chosen, as where an index begins, nor in last digits.
-Eight numbers or more may also make a range between two round numbers, as a plan may declare one:
-those that were learnt or drawn do not do so by chance.
+Eight numbers or more may also make a range whose ends are round numbers: see `_bent_lines`.
 """
 
 import itertools
@@ -56,7 +55,7 @@ def is_constant(tensor: Tensor) -> bool:
 
     >>> is_constant(torch.arange(8)[None]), is_constant(torch.ones(3, 3).tril())
     (True, True)
-    >>> is_constant(torch.tensor([0, 1, 3])), is_constant(torch.arange(8) + 901)
+    >>> is_constant(torch.tensor([0, 1, 3])), is_constant(torch.arange(8) + 900)
     (False, False)
     """
     x = _distinct(tensor.detach().cpu())
@@ -95,7 +94,13 @@ _FLOATS: Final = (torch.float32, torch.float64)
 
 
 def _is(x: Tensor, known: Iterator[Tensor]) -> bool:
-    return any(one.shape == x.shape and torch.equal(one.to(x.dtype), x) for one in known)
+    def alike(one: Tensor) -> bool:
+        made = one.to(x.dtype)
+        # Whole numbers are not compared with what is cut to them.
+        whole = x.is_floating_point() or torch.equal(made.to(one.dtype), one)
+        return torch.equal(made, x) and whole
+
+    return any(one.shape == x.shape and alike(one) for one in known)
 
 
 def _distinct(x: Tensor) -> Tensor:
@@ -139,9 +144,20 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
 
 
 def _bent_lines(x: Tensor) -> Iterator[Tensor]:
-    """Rows between the same ends as x [n], if these are round numbers, evenly or on a log scale."""
+    """Rows between the same ends as x [n], if these are round numbers, evenly or on a log scale.
+
+    One end is 0, 1, -1, π or half a step, or both are powers of ten: another range may be that of a
+    column of records.
+    """
     n, places = len(x), torch.arange(len(x))
-    for straighten, bend in _BENT if n >= _LINE and x.is_floating_point() else _BENT[: n >= _LINE]:
+    ends = [abs(float(x[0])), abs(float(x[-1]))]
+    fixed = any(math.isclose(v, e, rel_tol=1e-6) for v in ends for e in (0, 1, math.pi, 0.5 / n))
+    powers = all(
+        0 < v < math.inf and abs(math.log10(v) - round(math.log10(v))) < 1e-6 for v in ends
+    )
+    if n < _LINE or not (fixed or powers):
+        return
+    for straighten, bend in _BENT if x.is_floating_point() else _BENT[:1]:
         y = straighten(x.double())
         first, last, step = (float(v) for v in (y[0], y[-1], (y[-1] - y[0]) / (n - 1)))
         for start, d in itertools.product(_rounded(first, n), _FLOATS):

@@ -75,8 +75,9 @@ def _expanded_as(x: Tensor, like: Tensor, **_: Any) -> Tensor:
 
 
 def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta c + alpha a b."""
-    return torch.add(c if beta == 1 else c * beta, a @ b, alpha=alpha)
+    """beta c + alpha a b; c is not looked at where beta is 0."""
+    c = c if beta == 1 else c * beta if beta else torch.zeros_like(c)
+    return torch.add(c, a @ b, alpha=alpha)
 
 
 def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
