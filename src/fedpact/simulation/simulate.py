@@ -21,7 +21,7 @@ from torch import nn
 
 from fedpact.algorithms.wrappers.released_scales import check_as_declared
 from fedpact.client import read_memory
-from fedpact.common.errors import InputError, PlanError
+from fedpact.common.errors import InputError, LedgerError, PlanError
 from fedpact.common.format import upper
 from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import frame
@@ -416,7 +416,12 @@ def _tell_total(folder: Folder, scene: SimulationSetup) -> str:
     found, held = list[tuple[float, float]](), scene.form.once
     for name, terms in scene.terms.items():
         if (path := folder.ledger(name, scene.plan.run.ledgers)).is_file():
-            old, own = receipt(path), [terms.budget, *([held.budget] if held else [])]
+            try:
+                old = receipt(path)
+            except LedgerError:
+                # Of a run that was killed while it began it; what opens it decides.
+                return ""
+            own = [terms.budget, *([held.budget] if held else [])]
             # Held-out records are others: the larger of both counts.
             epsilon = add_budgets([old["epsilon_reserved"], max(one.epsilon for one in own)])
             delta = add_budgets([old["delta_reserved"], max(one.delta for one in own)])
