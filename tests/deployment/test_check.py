@@ -342,7 +342,7 @@ def test_one_check_shows_each_kind_of_fault(sites, tmp_path):
     checked = check_site(home)
     assert "separates columns by ';'" in checked.problems[0]
     assert "Missing: lactate" in checked.problems[1]
-    assert "records are left out" in checked.problems[2]
+    assert "are left out" in checked.problems[2]
     positive = sum(row["out"] == "y" for row in rows())
     assert ("out", "is not one of the 2 classes", positive) in checked.left_out
     assert ("age", "is missing", 5) in checked.left_out

@@ -113,7 +113,7 @@ def test_a_sum_that_honest_sites_cannot_have_is_not_taken(federation):
         return to_bytes(Reply(**{**vars(reply), **further(task, reply)}))
 
     nodes[0].site._trained = lie
-    with pytest.raises(FalseSum, match="site-00, site-01, site-02 is impossible for right"):
+    with pytest.raises(FalseSum, match="site-00, site-01, site-02 is impossible for honest"):
         run.refused()
     assert [charged(node) for node in nodes] == [2, 2, 2]
     # It goes on once the owners have found out.

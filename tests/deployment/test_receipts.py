@@ -141,4 +141,6 @@ def test_a_persons_cost_is_one_number_everywhere():
 
 def test_a_receipt_has_the_persons_cost_that_show_prints(site, receipt):
     (told,) = json.loads(receipt.read_text()).values()
-    assert f"at most ε = {upper(told['epsilon_per_person']['5'])} (" in run("show", site)
+    assert f"at most ε = {upper(told['epsilon_per_person_of_costliest_run']['5'])} (" in run(
+        "show", site
+    )

@@ -52,7 +52,7 @@ class Commands(Group):
 
                 option = error.option_name
                 keys = keys_called(option.lstrip("-").replace("-", "_"))
-                typed = re.search(rf"{option}[= ]([^-\s]\S*)", " ".join(sys.argv))
+                typed = re.search(rf"{re.escape(option)}[= ]([^-\s]\S*)", " ".join(sys.argv))
                 value = quote(typed[1]) if typed else "VALUE"
                 ways = " or ".join(f"--set {key}={value}" for key in keys)
                 if ways:

@@ -26,7 +26,7 @@ from fedpact.data.cells import SUFFIXES, check_suffix, index_of, read_columns, r
 from fedpact.data.dataset import Dataset
 from fedpact.data.inputs import columns_of, describe_value, of_arrays, read_input
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
-from fedpact.data.sieve import RecordFilter, nothing_left
+from fedpact.data.sieve import RecordFilter, left_out_error
 from fedpact.data.tables import Table, check_columns, read_numbers
 from fedpact.data.tokens import is_next_token, is_tokens
 
@@ -274,7 +274,7 @@ def dataset_of(
 def _check_left(sieves: Sequence[RecordFilter]) -> None:
     for sieve in sieves:
         if not sieve.good.any():
-            raise nothing_left(sieve)
+            raise left_out_error(sieve)
 
 
 _BESIDE: Final = ("validation", "valid", "val", "dev")

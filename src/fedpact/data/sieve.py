@@ -152,7 +152,7 @@ def _quoted(value: Any) -> str:
     return f" = {whole if len(whole) <= _LONG else long}"
 
 
-def nothing_left(sieve: RecordFilter, instead: str = "") -> DataError:
+def left_out_error(sieve: RecordFilter, instead: str = "") -> DataError:
     """Return the error for a file of which no record is used, with the columns that are to blame.
 
     instead: that too many are left out. For simulations only: a deployed site does not stop.

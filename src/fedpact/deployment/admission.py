@@ -117,7 +117,7 @@ REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
 def expect_form(
     workshop: TrainingSetup, task: Task, sums: Mapping[str, int] = MappingProxyType({})
 ) -> Form:
-    """Return the form of every right reply to this task, found with synthetic records.
+    """Return the form of every honest reply to this task, found with synthetic records.
 
     sums: for an evaluation, channel -> number of values.
     """

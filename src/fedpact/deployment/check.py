@@ -8,7 +8,7 @@ import io
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from fedpact.common.errors import DataError, FedpactError, PolicyRefused
-from fedpact.common.format import counted, percent, toml, toml_key
+from fedpact.common.format import counted, toml, toml_key
 from fedpact.data.cells import (
     Cells,
     find_named,
@@ -129,12 +129,16 @@ def check_site(directory: Path) -> SiteCheck:
             )
         with _noted(found):
             _count_cost(found, files, terms)
-        with TemporaryDirectory(dir=directory) as place:
-            readable = _look_at_columns(found, path, files, Path(place))
+        with ExitStack() as stack:
+            readable = _look_at_columns(found, path, files, stack)
             if readable is not None:
-                own = own_records(readable)
-                _look_at_records(found, own, files)
-                found.seconds = _time_round(files, terms, own)
+                with _noted(found):
+                    own = own_records(readable)
+                    _look_at_records(found, own, files)
+                    found.seconds = _time_round(files, terms, own)
+                # The owner knows the file, not its copy.
+                copy = readable.settings.records
+                found.problems = [told.replace(copy, found.file) for told in found.problems]
     return found
 
 
@@ -175,12 +179,12 @@ def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
 
 
 def _look_at_columns(
-    found: SiteCheck, path: Path, files: SiteFiles, place: Path
+    found: SiteCheck, path: Path, files: SiteFiles, stack: ExitStack
 ) -> SiteFiles | None:
     """Add a summary of the columns, and return the files by which records can be read.
 
-    These name a copy in `place` if the table has another form, and the columns that are probably
-    meant. So one check shows the faults of the records, too. None: they cannot be read.
+    These name a copy, which `stack` deletes, if the table has another form, and the columns that
+    are probably meant. So one check shows the records' faults, too. None: they cannot be read.
     """
     of = files.federation
     form = of.describe_labels(files.plan)
@@ -202,7 +206,7 @@ def _look_at_columns(
                 )
         except DataError as error:
             found.problems.append(str(error))
-            copy = _convert(path, place)
+            copy = _convert(path, files.directory, stack)
             if copy is None:
                 return None
             path, (columns, _) = copy, read_columns(copy)
@@ -211,8 +215,10 @@ def _look_at_columns(
     return None if set(found.missing) - {*found.renamed} else files
 
 
-def _convert(path: Path, place: Path) -> Path | None:
+def _convert(path: Path, directory: Path, stack: ExitStack) -> Path | None:
     """Write a copy of a text table as CSV with commas and points; None if that fails.
+
+    It is in a new directory below `directory` that others cannot read; `stack` deletes both.
 
     Columns are separated by what is most frequent, from the line on that has most of it.
     """
@@ -236,6 +242,10 @@ def _convert(path: Path, place: Path) -> Path | None:
         return None
     if sep == ";":  # then commas are decimal points
         table = table.replace(r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2", regex=True)
+    try:
+        place = Path(stack.enter_context(TemporaryDirectory(dir=directory)))
+    except OSError:  # on a directory that is read-only
+        return None
     table.to_csv(place / "records.csv", index=False)
     return place / "records.csv"
 
@@ -333,13 +343,11 @@ def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
             f"{count:,} {found.unit}s are used, but federation.toml declares {found.size:g}: sums "
             "are divided by the declared number"
         )
-    most = files.settings.most_left_out
-    if sieve.left_out > most and not found.reserved:
+    told = sieve.too_many(files.settings.most_left_out, "most_left_out in site.toml")
+    if told and not found.reserved:
         found.problems.append(
-            f"{found.records - found.used:,} of {found.records:,} records are left out, "
-            f"{percent(sieve.left_out)}, and most_left_out in site.toml allows {percent(most)}: "
-            "correct the file or [columns] of site.toml, have the federation declare `fill` for "
-            "columns with missing cells, or increase most_left_out"
+            f"{told}: correct the file or [columns] of site.toml, have the federation declare "
+            "`fill` for columns with missing cells, or increase most_left_out"
         )
 
 

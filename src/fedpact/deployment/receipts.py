@@ -48,7 +48,7 @@ def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
         version = about.data_version
     for other, spend in told["runs"].items():
         spend["purpose"] = about.purpose or None if (spend["beside"] or other) == run else None
-    told["epsilon_per_person"] = cost_per_person(told["runs"])
+    told["epsilon_per_person_of_costliest_run"] = cost_per_person(told["runs"])
     told["data_set"] = {"name": name, "version": version or None}
     told["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     return told

@@ -2,7 +2,7 @@
 
 Each is one of a few tensors that follow from a shape alone, bit for bit, so that nothing can be
 hidden in it: neither in a number that is chosen, as where an index begins, nor in last digits.
-Eight numbers or more may also make a range whose ends are round numbers: see `_bent_lines`.
+Eight numbers or more may also make a range whose ends are round numbers: see `_ranges`.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _MOST: Final = 2**24
 _ROWS: Final = 4
 _LINE: Final = 8
 """From how many numbers on a range may have any round ends: fewer would fit many of these."""
-_BENT: Final[tuple[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], ...]] = (
+_SCALES: Final[tuple[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], ...]] = (
     (torch.clone, torch.clone),
     (torch.sqrt, torch.square),
     (torch.log, torch.exp),
@@ -40,7 +40,7 @@ _BENT: Final[tuple[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
     (torch.exp, torch.log),
     (lambda x: (x / math.pi).log2(), lambda line: line.exp2() * math.pi),
 )
-"""What makes a line of a row, and the row of a line again."""
+"""Functions that make evenly spaced numbers of a row, and their inverses."""
 
 
 def is_constant(tensor: Tensor) -> bool:
@@ -76,7 +76,7 @@ def _is_known(x: Tensor) -> bool:
         return bool((x == 0) | (x == 1))
     if x.dim() == 1:
         one_hot = bool(((x == 0) | (x == 1)).all()) and int((x == 1).sum()) == 1
-        return one_hot or _is(x, _rows(x)) or _is(x, _bent_lines(x))
+        return one_hot or _is(x, _rows(x)) or _is(x, _ranges(x))
     flat = torch.arange(x.numel()).view(x.shape)
     if _is(x, (v for d in _FLOATS for v in (flat.to(d).sin(), flat.to(d).cos()))):
         return True
@@ -143,7 +143,7 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
                 yield window(n, periodic=periodic, dtype=d)
 
 
-def _bent_lines(x: Tensor) -> Iterator[Tensor]:
+def _ranges(x: Tensor) -> Iterator[Tensor]:
     """Rows between the same ends as x [n], if these are round numbers, evenly or on a log scale.
 
     One end is 0, 1, -1, π or half a step, or both are powers of ten: another range may be that of a
@@ -157,7 +157,7 @@ def _bent_lines(x: Tensor) -> Iterator[Tensor]:
     )
     if n < _LINE or not (fixed or powers):
         return
-    for straighten, bend in _BENT if x.is_floating_point() else _BENT[:1]:
+    for straighten, bend in _SCALES if x.is_floating_point() else _SCALES[:1]:
         y = straighten(x.double())
         first, last, step = (float(v) for v in (y[0], y[-1], (y[-1] - y[0]) / (n - 1)))
         for start, d in itertools.product(_rounded(first, n), _FLOATS):

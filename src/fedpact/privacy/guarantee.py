@@ -13,7 +13,7 @@ from fedpact.common.format import upper
 
 # Prices are computed by numpy and scipy, which commands that only print a guarantee do not need.
 if TYPE_CHECKING:
-    from fedpact.privacy.accounting.accountant import Accountant, History, SampledGaussian
+    from fedpact.privacy.accounting.accountant import History, SampledGaussian
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ class Guarantee:
     honest: int = 0
 
     @staticmethod
-    def of(
-        events: "History", delta: float, honest: int, accountant: "Accountant" = "best"
-    ) -> "Guarantee":
+    def of(events: "History", delta: float, honest: int) -> "Guarantee":
         """Return upper bounds for events that have the noise of `honest` shares, 0 for their own.
 
         A part of δ is set aside for the law of a sum of shares (accounting.shared_noise).
@@ -44,11 +42,11 @@ class Guarantee:
         from fedpact.privacy.accounting import shared_noise
         from fedpact.privacy.accounting.accountant import epsilon
 
-        cost = epsilon(events, shared_noise.delta_of_events(delta, honest), accountant)
+        cost = epsilon(events, shared_noise.delta_of_events(delta, honest))
         if not honest:
             return Guarantee(cost, delta, cost)
         own = shared_noise.all_alone(events, honest)
-        return Guarantee(cost, delta, epsilon(own, delta, accountant), honest)
+        return Guarantee(cost, delta, epsilon(own, delta), honest)
 
     def after(self, events: "History") -> "Guarantee":
         """Return upper bounds at δ for some of the events that this guarantee was given for."""

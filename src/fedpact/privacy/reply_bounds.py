@@ -8,7 +8,7 @@ task's model is at most
 
 times LEEWAY, for momentum, schedules, corrections and compression. G = M C + s (sqrt(d) + 9), with
 noise of deviation s in each of d coordinates, is exceeded less than once in 10^17 releases, so
-right replies are not rejected. The bound stops values that would overflow, not lies of plausible
+honest sites are not rejected. The bound stops values that would overflow, not lies of plausible
 size: the distance to the other sites' median (deployment.admission) and [robust] are for those.
 Gradient differences (fedproxvr) have no such bound, as their clip grows with the movement.
 """
@@ -129,7 +129,7 @@ def find_fault(
         far = distance(vectors[name], told.get(name))
         if not far <= most:
             return (
-                f"its vector {name!r} is {far:.6g} away from what was told: a right one is at "
+                f"its vector {name!r} is {far:.6g} away from what was told: an honest one is at "
                 f"most {most:.6g} away"
             )
     return None

@@ -132,7 +132,7 @@ def exact_noise(budget: Budget, q: float, steps: int, accountant: Accountant = "
 
 @dataclass(frozen=True)
 class Problem:
-    """The numbers of the paper's example, with C <= G. Raises InputError: q or δ out of range."""
+    """The numbers of the paper's example. Raises InputError, also for C > G."""
 
     dimension: int = 10_000
     clients: int = 100
@@ -144,8 +144,19 @@ class Problem:
     delta: float = 1e-4
 
     def __post_init__(self) -> None:
+        check.count(dimension=self.dimension)
+        check.count(clients=self.clients)
+        check.positive(smoothness=self.smoothness)
+        check.positive(convexity=self.convexity)
         check.rate(q=self.q)
         check.fraction(delta=self.delta)
+        check.positive(clip=self.clip)
+        check.positive(gradient_bound=self.gradient_bound)
+        if not self.clip <= self.gradient_bound:
+            raise InputError(
+                f"clip is {self.clip!r} and gradient_bound is {self.gradient_bound!r}: the utility "
+                "bound needs C <= G; expected a smaller clip"
+            )
 
 
 def utility_bound(problem: Problem, variance: float, steps: int) -> float:

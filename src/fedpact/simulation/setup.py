@@ -23,7 +23,7 @@ from fedpact.data.dataset import Dataset
 from fedpact.data.features.extract import beside
 from fedpact.data.load import refit
 from fedpact.data.partition import Partition, SiteRecords, make_partition
-from fedpact.data.sieve import nothing_left
+from fedpact.data.sieve import left_out_error
 from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.data.targets import REGRESSION
 from fedpact.evaluation.held_out import Grouping, HeldOut, SumsForm, hold_out, key_of_seed
@@ -37,7 +37,6 @@ from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.workshop import TrainingSetup
 
-_MOST: Final = "records.most_left_out"
 _MANY_CLASSES: Final = 20
 """With more integer labels than this, ask whether they are classes."""
 
@@ -65,8 +64,9 @@ class SimulationSetup:
     ) -> "SimulationSetup":
         """Load and check everything. Raises InputError if anything does not fit."""
         raw = load_data(plan) if data is None else refit(data, plan.records, plan.form)
-        if raw.sieve and (told := raw.sieve.too_many(plan.records.most_left_out, _MOST)):
-            raise nothing_left(raw.sieve, told)
+        most, key = plan.records.most_left_out, "records.most_left_out"
+        if raw.sieve and (told := raw.sieve.too_many(most, key)):
+            raise left_out_error(raw.sieve, told)
         plan.task.check_data(raw)
         if plan.partition.kind == "natural" and raw.site and "sites" not in plan.model_fields_set:
             # The number of sites follows from the records.

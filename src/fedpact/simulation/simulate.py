@@ -427,7 +427,7 @@ def _tell_total(folder: Folder, scene: SimulationSetup) -> str:
             delta = add_budgets([old["delta_reserved"], max(one.delta for one in own)])
             found.append((epsilon, delta))
     told = "privacy: with earlier runs in the same ledgers, this one costs (ε, δ) = ({}, {}) a site"
-    return told.format(*map(upper, max(found))) if found else ""
+    return told.format(*(upper(max(each)) for each in zip(*found, strict=True))) if found else ""
 
 
 def _sum_ledgers(folder: Folder, scene: SimulationSetup) -> dict[str, Any] | None:

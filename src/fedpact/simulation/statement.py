@@ -287,6 +287,7 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
     records: the numbers of records per person for which ε is stated, too.
     """
     history, opening, columns = terms.history(terms.steps), None, None
+    persons = {str(k): terms.per_person(k) for k in records}
     reserved = epsilon(history, terms.delta, terms.accountant)
     if terms.openings:
         opening = {
@@ -319,8 +320,8 @@ def describe_terms(terms: Terms, records: Sequence[int] = ()) -> dict[str, Any]:
         **terms.guarantee.entries,
         # 0: no coarse grid; else the noise's deviation in units of the grid.
         "grid": terms.units,
-        "epsilon_per_person": {str(k): terms.per_person(k).epsilon for k in records},
-        "epsilon_alone_per_person": {str(k): terms.per_person(k).alone for k in records}
+        "epsilon_per_person": {k: cost.epsilon for k, cost in persons.items()},
+        "epsilon_alone_per_person": {k: cost.alone for k, cost in persons.items()}
         if terms.shares_noise
         else None,
         # Which accountant gave the smallest bound, if it is "best".

@@ -113,6 +113,9 @@ def test_bits_on_the_wire():
 @pytest.mark.parametrize(
     "wrong",
     [
+        lambda: Problem(clip=6.0),
+        lambda: Problem(clip=math.nan),
+        lambda: Problem(dimension=0),
         lambda: Problem(q=math.nan),
         lambda: Problem(delta=1.0),
         lambda: utility_bound(PROBLEM, math.nan, 10),

@@ -4,8 +4,8 @@ A reservation is a fixed sequence of events, listed before the run. PLD and RDP 
 together, and the reserved (ε, δ) is the guarantee.
 
 If noise is shared (privacy.accounting.shared_noise), an event has the noise of h sites' shares, and
-(ε, δ) relies on all h. A second ε at the same δ is then reserved for the site's own share of each
-event, which holds against everybody. Every charge counts for both.
+(ε, δ) holds if h sites are honest. A second ε at the same δ is then reserved for the site's own
+share of each event, which holds against everybody. Every charge counts for both.
 
 A companion reservation covers other records of the same site than its run, such as those held out
 of training (`CompanionReservation`). A record belongs to one of the two, so the larger counts and
@@ -111,7 +111,7 @@ class FixedSequence:
 
 def from_entry(entry: Mapping[str, Any]) -> FixedSequence:
     """Return the reservation of an entry, with nothing charged. Raises ValueError and the like."""
-    Budget(entry["epsilon"], entry["delta"])
+    Budget(entry["epsilon"], entry["delta"])  # refuses what is no budget
     events = Counter({SampledGaussian(q, sigma): n for q, sigma, n in entry["events"]})
     beside = CompanionReservation(entry["beside"], entry["split"]) if "beside" in entry else None
     return FixedSequence(Guarantee.read(entry), events, beside, entry["unit"])

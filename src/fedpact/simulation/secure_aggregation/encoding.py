@@ -199,7 +199,7 @@ class FixedPointMean(_Masking):
         return encode_fixed_point(reply.vectors, self._numbers(reply), share, self.sites)
 
     def check(self, reply: Reply) -> None:
-        """Raise InputError if a masked reply's public numbers follow from no terms."""
+        """Raise InputError if a masked reply's public numbers are impossible for honest sites."""
         self.weight(reply)
 
     def layout(self, form: Form) -> Layout:

@@ -34,7 +34,7 @@ _LOST = (
 
 
 class FalseSum(FedpactError):
-    """A sum follows from no right replies; which site lied is unknown."""
+    """A sum is impossible for honest sites; which site lied is unknown."""
 
 
 Take = Callable[[str, Step], str | None]
@@ -231,8 +231,8 @@ class Secured:
         why = server.mean_fault(task, sites := sorted(this.replies), mean, error)
         if why is not None:
             raise FalseSum(
-                f"round {task.round}: the sum over {', '.join(sites)} is impossible for right "
-                f"replies: {why}. Secure aggregation hides which site lied, and a retry costs all "
+                f"round {task.round}: the sum over {', '.join(sites)} is impossible for honest "
+                f"sites: {why}. Secure aggregation hides which of them lied, and a retry costs all "
                 "of them budget: find out among the owners, then start the server again; the run "
                 "continues from its last round"
             )
