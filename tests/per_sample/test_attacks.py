@@ -189,7 +189,7 @@ def test_sums_of_many_records_are_float64(exact, monkeypatch):
     # 511.5 in one coordinate, then many steps of -3/4 of the last digit there. Behind one record
     # more the sum is beyond 512, whose last digit is twice as large: each step is lost. With the
     # mend taken out, the attack succeeds. One record is in a pass, so products do not matter.
-    x = torch.zeros(1536, 2)
+    x = torch.zeros(1024, 2)
     x[:511, 0], x[511, 0], x[512:, 0] = 1.0, 0.5, -0.75 * 2.0**-15
     y = torch.full((len(x), 1), -1.0)
     most = allowed(len(x), 1.0)
@@ -260,10 +260,9 @@ def test_one_record_more_changes_no_last_bit_of_the_others(shape, dense):
         kernel._passes.dense = None
     x = null_space(kernel, 130, 1e9)
     long = torch.full((1, shape[0]), 2e12)
-    for count in (1, 16, 41, 130):
-        for r in (x[:1], 0 * x[:1], 1e-30 * x[:1], long):
-            assert shifted(kernel, x[:count], r, 1.0) <= 1
-            assert shifted(kernel, x[:count], r, 1.0, place=0) <= 1
+    for count, place in ((1, 0), (16, 16), (130, 0), (130, 130)):
+        for r in (x[:1], 1e-30 * x[:1], long):
+            assert shifted(kernel, x[:count], r, 1.0, place=place) <= 1
 
 
 @pytest.mark.slow

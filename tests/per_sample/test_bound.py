@@ -112,15 +112,16 @@ def test_every_example_model_uses_its_intended_way(name):
     assert kernel(name).way(*records(name, 3, 0)) == MODELS[name][2]
 
 
+@pytest.mark.parametrize("examples", [5, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
-def test_one_record_moves_a_sum_by_no_more_than_its_share(name):
-    attacked(name, kernel(name).clipped_sum, 15)
+def test_one_record_moves_a_sum_by_no_more_than_its_share(name, examples):
+    attacked(name, kernel(name).clipped_sum, examples)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_nor_where_gradients_are_made_twice(name, monkeypatch):
     monkeypatch.setattr(norms, "KEEP_BYTES", 1)
-    attacked(name, kernel(name).clipped_sum, 4)
+    attacked(name, kernel(name).clipped_sum, 1)
 
 
 @pytest.mark.parametrize(("name", "keep"), by_turns(norms.KEEP_BYTES, 1))
@@ -129,7 +130,7 @@ def test_nor_on_a_card(name, keep, monkeypatch):
     monkeypatch.setattr(norms, "KEEP_BYTES", keep)
     if MODELS[name][2] == "dense":
         pytest.skip("a GPU has no dense way")
-    attacked(name, kernel(name).clipped_sum, 4)
+    attacked(name, kernel(name).clipped_sum, 1)
 
 
 @pytest.mark.parametrize(("name", "apart"), by_turns(1e-6, 0.1))
@@ -137,7 +138,7 @@ def test_nor_a_sum_of_differences(name, apart):
     made = kernel(name)
     w = made.model.vector.clone()
     anchor = w + apart * torch.randn(len(w), generator=torch.Generator().manual_seed(0))
-    attacked(name, lambda x, y, c, _: made.clipped_difference(x, y, w, anchor, c), 3)
+    attacked(name, lambda x, y, c, _: made.clipped_difference(x, y, w, anchor, c), 1)
 
 
 @pytest.mark.parametrize("keep", [norms.KEEP_BYTES, 1])

@@ -21,6 +21,7 @@ from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.tracing.replacements import DONE_AS
 
 
+@pytest.mark.slow
 def test_data_dependent_operations_survive_extreme_numbers():
     """All but lcm, which does not look; in one process, as torch's samples take long to load."""
     # By its path: of a module run by its name torch's samples look up the source in vain, 30 s.
@@ -97,7 +98,12 @@ class Transformer(nn.Module):
 # Each mode and each padding; torch's own loops have every pair, below.
 @pytest.mark.parametrize(
     ("mode", "beyond"),
-    [("bilinear", "zeros"), ("nearest", "border"), ("bicubic", "reflection"), ("bicubic", "zeros")],
+    [
+        ("bilinear", "zeros"),
+        pytest.param("nearest", "border", marks=pytest.mark.slow),
+        ("bicubic", "reflection"),
+        pytest.param("bicubic", "zeros", marks=pytest.mark.slow),
+    ],
 )
 def test_invalid_points_are_not_looked_up(mode, beyond):
     torch.manual_seed(0)

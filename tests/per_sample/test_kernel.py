@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.spread import spread
 from torch import nn
 
 from fedpact.common.errors import InputError, ModelError
@@ -258,9 +259,10 @@ def test_no_state_of_the_caller_matters_or_is_changed(reference, way):
     assert all(p.requires_grad and p.grad is None for p in module.parameters())
 
 
-@pytest.mark.parametrize("state", [partial(torch.autocast, "cpu"), torch.inference_mode])
-@pytest.mark.parametrize("verified", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("state", "verified", "way"),
+    spread((partial(torch.autocast, "cpu"), torch.inference_mode), (False, True), WAYS, one_in=2),
+)
 def test_torch_settings_of_the_caller_change_no_bit(reference, way, verified, state):
     """Norms of half precision would let a record add more than the clip.
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.per_sample.small import Attention, Recurrent, Residual
+from tests.spread import spread
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -81,7 +82,10 @@ def rounded(value):
     return torch.where(value.isfinite(), found, value)
 
 
-@pytest.fixture(params=["float32", "tf32", "bf16"])
+PRECISIONS = ("float32", "tf32", "bf16")
+
+
+@pytest.fixture(params=PRECISIONS)
 def precision(request, monkeypatch):
     """Each precision; TF32 as it would be on a GPU."""
     if request.param != "tf32":
@@ -131,7 +135,9 @@ def scattered(count):
     return Placement(places=places, slots=SLOTS, length=32)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "precision"), spread(MODELS, PRECISIONS, one_in=3), indirect=["precision"]
+)
 def test_no_record_moves_a_sum_by_more(name, precision):
     kernel, x, y = case(name, precision)
     layout, most = scattered(len(x)), CLIP * (1 + slack(len(x)))
@@ -145,7 +151,9 @@ def test_no_record_moves_a_sum_by_more(name, precision):
     assert max(moved.values()) > 0.99 * CLIP
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "precision"), spread(MODELS, PRECISIONS, one_in=3), indirect=["precision"]
+)
 def test_clipped_gradients_have_the_clips_length(name, precision):
     """Of numbers that are measured before they are rounded it would be off by 2^-9, 2^-11."""
     kernel, x, y = case(name, precision)
@@ -158,7 +166,9 @@ def test_clipped_gradients_have_the_clips_length(name, precision):
         assert abs(float(found) - clip) <= 2**-13 * clip
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "precision"), spread(MODELS, PRECISIONS, one_in=3), indirect=["precision"]
+)
 def test_sums_are_near_those_of_all_digits_and_not_the_same(name, precision):
     kernel, x, y = case(name, precision)
     exact = PerSampleKernel(FlatModel(copy.deepcopy(kernel.model.module)), cross_entropy)

@@ -151,7 +151,7 @@ def test_cancelling_positions_in_one_use_erase_no_record(name):
     def summed(x, y):
         return kernel.clipped_sum(x, y, 1.0)
 
-    for big in (1e4, 1e8, 1e12, 1e16):
+    for big in (1e4, 1e12):
         # Zeros, but for a number and its opposite at the ends of one channel.
         r = torch.zeros(1, *shape)
         channel = r[0, :, 0] if by_channel else r[0, 0]

@@ -10,6 +10,7 @@ from tests.per_sample import uses_layers  # noqa: F401  (adds its own to USES)
 from tests.per_sample.attacked import moved
 from tests.per_sample.drawn import tried
 from tests.per_sample.uses import USES
+from tests.spread import spread
 from torch import nn
 from torch.func import grad_and_value, vmap
 
@@ -19,14 +20,12 @@ from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
-from fedpact.per_sample.tracing import batch_rules
 from fedpact.per_sample.tracing.batch_table import RULES
 from fedpact.per_sample.tracing.program import Program
 from fedpact.per_sample.tracing.record_safety import own_tables
 from fedpact.per_sample.tracing.trace_context import for_vmap
 
 MOST = 40
-ENOUGH = 2
 
 
 def test_every_operation_of_the_table_is_tried():
@@ -42,10 +41,10 @@ def _shown(name, enough):
     return shown
 
 
+@pytest.mark.parametrize("enough", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(USES))
-def test_the_tables_claim_about_an_operation_holds(name):
+def test_the_tables_claim_about_an_operation_holds(name, enough):
     # Other records' results stay as they are when one is another, and when it is missing.
-    enough = 1 if RULES.get(name) is batch_rules.pointwise else ENOUGH
     assert _shown(name, enough) == enough
 
 
@@ -247,17 +246,13 @@ _WRITE = (_part_of_a_buffer, _written_to, _held, _batch_statistics, _given_stati
 _REMEMBER = (_previous, _running, _buffer, _weights, _hundredth)
 
 
-@pytest.mark.parametrize("quiet", [nullcontext, torch.no_grad])
 @pytest.mark.parametrize(
-    ("middle", "keep"),
-    [
-        (_previous, norms.KEEP_BYTES),
-        *((middle, 1) for middle in (*_REMEMBER, *_WRITE)),
-    ],
+    ("middle", "quiet"),
+    spread((_previous, *_REMEMBER, *_WRITE), (nullcontext, torch.no_grad), one_in=2),
 )
-def test_no_record_is_remembered_for_another(middle, keep, quiet, monkeypatch):
-    # keep: as many records at a time as fit, or one at a time.
-    monkeypatch.setattr(norms, "KEEP_BYTES", keep)
+def test_no_record_is_remembered_for_another(middle, quiet, monkeypatch):
+    # As many records at a time as fit, or one at a time.
+    monkeypatch.setattr(norms, "KEEP_BYTES", norms.KEEP_BYTES if middle is _previous else 1)
     torch.manual_seed(0)
     model = FlatModel(Remembering(_quietly(middle, quiet)))
     kernel = PerSampleKernel(model, cross_entropy)

@@ -62,7 +62,12 @@ UNBATCHED = pytest.mark.filterwarnings("ignore:There is a performance drop")
 @UNBATCHED
 @pytest.mark.parametrize(
     ("kind", "padded"),
-    [("causal", False), ("causal", True), ("causal, added", True), ("others", False)],
+    [
+        pytest.param("causal", False, marks=pytest.mark.slow),
+        pytest.param("causal", True, marks=pytest.mark.slow),
+        ("causal, added", True),
+        ("others", False),
+    ],
 )
 def test_torch_transformer_with_a_mask_of_unknown_kind(reference, kind, padded):
     """It looks into the mask whether it is the causal one, which a trace does not."""
