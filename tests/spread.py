@@ -8,9 +8,10 @@ import pytest
 def spread(*axes, one_in):
     """All combinations of the axes; the suite has one in `one_in`, and of each axis every value.
 
-    axes: sequences of values. The others are marked slow: `pytest -m slow` has them.
+    axes: iterables of values. The others are marked slow: `pytest -m slow` has them.
     Raises ValueError: a value would be missing from the suite.
     """
+    axes = [list(axis) for axis in axes]
     cases, kept = [], [set() for _ in axes]
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[i] for axis, i in zip(axes, places, strict=True)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.spread import spread
 
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
@@ -26,9 +27,10 @@ def ends(tmp_path, data, **tables):
     return result.summary["status"]
 
 
-@pytest.mark.parametrize("solver", ["sarah", "svrg"])
-@pytest.mark.parametrize("rate", [3.0, 1e9, 1e30])
-@pytest.mark.parametrize("accuracy", [None, 0.5])
+@pytest.mark.parametrize(
+    ("solver", "rate", "accuracy"),
+    spread(("sarah", "svrg"), (3.0, 1e9, 1e30), (None, 0.5), one_in=3),
+)
 def test_a_private_movement_without_bound(solver, rate, accuracy, tmp_path, data):
     """Each difference's noise follows the movement and makes the next one longer."""
     settings = {"solver": solver, "learning_rate": rate, "smoothness": 100.0, "local_steps": 20}
@@ -49,8 +51,9 @@ def test_a_huge_bound_on_differences_leaves_a_plain_run_alone(tmp_path, data):
     assert models[0] == models[1]
 
 
-@pytest.mark.parametrize("mode", ["none", "per_sample"])
-@pytest.mark.parametrize("name", algorithms.names())
+@pytest.mark.parametrize(
+    ("name", "mode"), spread(algorithms.names(), ("none", "per_sample"), one_in=2)
+)
 def test_no_algorithm_fails_on_the_way(name, mode, tmp_path, data):
     """A plain run with η = 1e9 overflows; a private one may only wander off, as it is clipped."""
     algorithm = algorithms.load(name)

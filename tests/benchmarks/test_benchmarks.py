@@ -44,16 +44,16 @@ def table(name, *rows, quick=False, busy=False, digest="0123456789ab"):
     return Table(name, rows, MACHINE, "2026-01-02 03:04 UTC", quick, busy, "fedcba987", digest)
 
 
-# One table of each module, those whose lists of methods are others, and every model of the kernel's
-# tables: all but two of those are slow, as one way of measuring serves all of them.
-ALSO = ("step-B", "round-B", "kernel-unet")
+# One table of each module; slow are those whose lists of methods are others, and other models of
+# the kernel's tables, as one way of measuring serves all of them.
+ALSO = ("step-B", "round-B")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *dict.fromkeys([*{m: m.NAMES[0] for m in modules().values()}.values(), *ALSO]),
-        *[pytest.param(n, marks=pytest.mark.slow) for n in kernel.NAMES[1:] if n not in ALSO],
+        *{m: m.NAMES[0] for m in modules().values()}.values(),
+        *[pytest.param(n, marks=pytest.mark.slow) for n in (*ALSO, *kernel.NAMES[1:])],
     ],
 )
 def test_every_table_runs_and_can_be_shown(name, tmp_path):

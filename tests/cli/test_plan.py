@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.spread import spread
 from typer.testing import CliRunner
 
 from fedpact.cli.commands.plan import forecast
@@ -65,8 +66,7 @@ def test_a_plain_run_has_nothing_to_choose():
         optimise_budgets(scene("privacy.mode=none"), None)
 
 
-@pytest.mark.parametrize("tau", [1, 3, 5])
-@pytest.mark.parametrize("sigma", [2.0, 2.5, 3.0, 20.0])
+@pytest.mark.parametrize(("sigma", "tau"), spread((2.0, 2.5, 3.0, 20.0), (1, 3, 5), one_in=3))
 def test_configured_noise_determines_the_steps(sigma, tau):
     """A σ that was given ends a run where its budget does, be it within the first round."""
     own = f"settings.local_steps={tau}", "sampling_rate=0.5", f"privacy.sigma={sigma}"
@@ -182,8 +182,7 @@ PROPOSED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("passes", [None, 40.0])
-@pytest.mark.parametrize("tables", PROPOSED, ids=str)
+@pytest.mark.parametrize(("tables", "passes"), spread(PROPOSED, (None, 40.0), one_in=2), ids=str)
 def test_the_proposed_plan_has_the_stated_properties(
     tables: dict[str, Any], passes: float | None
 ) -> None:

@@ -1,5 +1,6 @@
 """Every algorithm, and what goes around one, on the federation of studies.conformance."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -68,18 +69,32 @@ def label(tables: dict[str, Any]) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`case` is every method: an algorithm in each of its variants; `reducible` each
-    algorithm that names a parent."""
+    """`case` is every method: an algorithm in each of its variants; of `typical` the suite has
+    one variant of each algorithm. `reducible` is each algorithm that names a parent."""
     if "reducible" in metafunc.fixturenames:
         named = [name for name in algorithms.names() if algorithms.load(name).NEUTRAL]
         metafunc.parametrize("reducible", named)
-    if "case" in metafunc.fixturenames:
-        cases = [method for name in algorithms.names() for method in variants_of(name)]
-        cases += [of(tables) for tables in COMBINATIONS]
-        # What lets exact numbers out by design has tests of its own: test_ali_dpfl.
-        cases = [method for method in cases if not method.facts.unprotected]
-        labels = [label(method.tables) for method in cases]
-        metafunc.parametrize("case", cases, ids=labels)
+    for asked in {"case", "typical"} & {*metafunc.fixturenames}:
+        own = [variants_of(name) for name in algorithms.names()]
+        cases = [*itertools.chain(*own), *map(of, COMBINATIONS)]
+        chosen = (
+            cases
+            if asked == "case"
+            else [of[:2][-1] for of in own] + cases[-len(COMBINATIONS) :: 2]
+        )
+        metafunc.parametrize(
+            asked,
+            [
+                pytest.param(
+                    method,
+                    id=label(method.tables),
+                    marks=() if method in chosen else pytest.mark.slow,
+                )
+                for method in cases
+                # What lets exact numbers out by design has tests of its own: test_ali_dpfl.
+                if not method.facts.unprotected
+            ],
+        )
 
 
 @pytest.fixture(scope="session")

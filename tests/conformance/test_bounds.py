@@ -59,18 +59,18 @@ def fault(made, method, task, reply):
     return admission.far_off(reply.site, task, opened.vectors, reply.numbers)
 
 
-def test_honest_replies_are_within_their_bounds(federation, case):
+def test_honest_replies_are_within_their_bounds(federation, typical):
     """In all but the first all records pull the same way."""
-    if case.facts.plain_only:
+    if typical.facts.plain_only:
         pytest.skip("it has no private form, and so no bounds")
     for extreme, setting in EXTREMES.items():
         made = federation(private=True, seed=1, **setting)
         if setting:
             pulling(made)
-        for task, reply in rounds(made, case, 2):
-            assert fault(made, case, task, reply) is None, extreme
+        for task, reply in rounds(made, typical, 2):
+            assert fault(made, typical, task, reply) is None, extreme
             for name, value in task.numbers.items():
-                assert case.facts.task_numbers[name].holds(value), extreme
+                assert typical.facts.task_numbers[name].holds(value), extreme
 
 
 def lies(method, task, reply):
@@ -88,14 +88,14 @@ def lies(method, task, reply):
             yield name, dataclasses.replace(reply, numbers={**reply.numbers, name: other})
 
 
-def test_false_replies_are_beyond_the_bounds(federation, case):
+def test_false_replies_are_beyond_the_bounds(federation, typical):
     """Whoever adds 1e30, or says a number that would overflow."""
-    if case.facts.plain_only:
+    if typical.facts.plain_only:
         pytest.skip("it has no private form, and so no bounds")
     made = pulling(federation(private=True))
-    for task, reply in rounds(made, case, 1):
-        for name, lie in lies(case, task, reply):
-            assert fault(made, case, task, lie), (name, lie)
+    for task, reply in rounds(made, typical, 1):
+        for name, lie in lies(typical, task, reply):
+            assert fault(made, typical, task, lie), (name, lie)
 
 
 def test_public_numbers_are_those_of_the_terms(federation):

@@ -84,14 +84,14 @@ def assert_same(one, other):
     assert scores(one) == scores(other)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(case, data, tmp_path, run):
+def test_a_resumed_run_equals_an_uninterrupted_one(typical, data, tmp_path, run):
     """Gone on with twice, of a resumed run, too, and by other numbers of workers."""
-    whole = run(case)
+    whole = run(typical)
     assert len(whole.records) == ROUNDS + 1
     done = []
     for workers, stop_after in enumerate((1, 2, ROUNDS), 1):
         stopped = simulate(
-            plan(case, workers),
+            plan(typical, workers),
             tmp_path / "resumed",
             data=data,
             on_round=lambda record: done.append(record.round),

@@ -130,14 +130,14 @@ def serve(directory, moment, held_up="pass"):
     "moment",
     [
         ("push_object", "2"),  # in a thread of Flower's
-        ("pull_object", "1"),  # in a thread of ours, which waits for Flower's
-        *(
+        *(  # the last of them in a thread of ours, which waits for Flower's
             pytest.param(moment, marks=pytest.mark.slow)
             for moment in (
                 ("push_messages", "1"),
                 ("pull_messages", "1"),
                 ("pull_object", "3"),
                 ("confirm_message_received", "1"),
+                ("pull_object", "1"),
             )
         ),
     ],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.deployment.grid import stored
+from tests.spread import spread
 
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Refusal, Task, from_bytes, to_bytes
@@ -144,8 +145,9 @@ def word_sites(make, tmp_path_factory, of_users):
     return make(where / "d", settings={"local_steps": 1}, **plan, **EQUAL_LENGTHS)
 
 
-@pytest.mark.parametrize("vocabulary", [None, 50])
-@pytest.mark.parametrize("word", [50, -1, 2**40, 0.5, "word"])
+@pytest.mark.parametrize(
+    ("word", "vocabulary"), spread((50, -1, 2**40, 0.5, "word"), (None, 50), one_in=2)
+)
 def test_a_word_that_the_model_does_not_have_leaves_no_trace(
     word_sites, tmp_path, vocabulary, word, caplog
 ):
