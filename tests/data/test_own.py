@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedpact.common.errors import DataError
-from fedpact.data.load import from_arrays, load_dataset, of_file, refit
+from fedpact.data.inputs import read_table
+from fedpact.data.load import from_arrays, load_dataset, load_site, refit
 from fedpact.data.schema import PlanRecords, RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.site_records import load_site
 from fedpact.data.targets import persons_of
 
 FORM = RecordForm(
@@ -333,14 +333,14 @@ def test_unnamed_row_number_column_is_dropped(tmp_path, name):
     first, second = tmp_path / "first.csv", tmp_path / "second.csv"
     first.write_text("\n".join([f"{name},a,y", *rows]))
     second.write_text("\n".join([f"a,{name},y", *rows]))
-    assert of_file(first, "y", None).features == ("a",)
+    assert read_table(first, label="y").features == ("a",)
     with pytest.raises(DataError, match=r"column 2 of 3 has no name .* records\.drop"):
-        of_file(second, "y", None)
+        read_table(second, label="y")
     if name:
         dropped = RecordForm(drop=[name])
-        assert of_file(second, "y", None, form=dropped).features == ("a",)
+        assert read_table(second, dropped, "y").features == ("a",)
     chosen = RecordForm(features=["a"])
-    assert of_file(second, "y", None, form=chosen).features == ("a",)
+    assert read_table(second, chosen, "y").features == ("a",)
 
 
 @pytest.mark.parametrize("values", ["float32", "int64"])

@@ -184,3 +184,32 @@ class Dataset:
                 f"0..{len(self.classes) - 1} for {len(self.classes)} classes; correct them, or "
                 "name all classes"
             )
+
+
+def with_columns(data: Dataset, form: RecordForm) -> Dataset:
+    """Return a data set with the columns that a declaration names; dropped ones may be missing.
+
+    Raises DataError: missing columns, or columns without names.
+    """
+    if form.features is None and not form.drop:
+        return data
+    if not data.features:
+        alone = data.column is not None and data.column not in form.drop
+        if alone and form.features in (None, [data.column]):
+            return data
+        raise DataError(
+            f"data set {data.name} is no table: records.features = {form.features} and "
+            f"records.drop = {form.drop} expect columns by name; leave columns out of its arrays"
+        )
+    wanted = form.features or [name for name in data.features if name not in form.drop]
+    if not set(wanted) <= set(data.features) or not wanted:
+        raise DataError(
+            f"data set {data.name} has the columns {', '.join(data.features)}: "
+            f"records.features = {form.features} and records.drop = {form.drop} leave "
+            f"{', '.join(wanted) or 'none'}; name columns that it has"
+        )
+    if tuple(wanted) == data.features:
+        return data
+    places = [data.features.index(name) for name in wanted]
+    x_test = None if data.x_test is None else data.x_test[:, places]
+    return replace(data, x=data.x[:, places], x_test=x_test, features=tuple(wanted))

@@ -64,7 +64,8 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
             ["# found: " + _span(finite), *_ranges(finite, "low", "high")] if len(finite) else []
         )
         return "\n".join([head, "[records]", *lines, ""]), found
-    columns, broken = read_columns(path)
+    table = read_columns(path)
+    columns, broken = table.cells, table.broken
     label = roles.get("label")
     found = [summarise_column(name, cells) for name, cells in columns.items()]
     features = [one for one in found if one.name not in roles.values()]

@@ -38,7 +38,7 @@ class RecordFilter:
 
     origin: str
     count: int
-    first: int
+    first: int = 0
     _faults: _Faults = field(default_factory=_Faults)
     _clamped: _Faults = field(default_factory=_Faults)
 

@@ -7,7 +7,7 @@ unprotected, for the owner alone.
 import io
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -198,7 +198,7 @@ def _look_at_columns(
             ]
     else:
         try:
-            columns, _ = read_columns(path)
+            columns = read_columns(path).cells
             if len(columns) == 1 < len(of.features):
                 raise DataError(
                     f"data file {path}: its first line is {next(iter(columns))!r}: expected a "
@@ -209,7 +209,7 @@ def _look_at_columns(
             copy = _convert(path, files.directory, stack)
             if copy is None:
                 return None
-            path, (columns, _) = copy, read_columns(copy)
+            path, columns = copy, read_columns(copy).cells
         files = _look_at_table(found, path, columns, files)
     found.remarks += [f"column {one.name}: {one.remark}" for one in found.columns if one.remark]
     return None if set(found.missing) - {*found.renamed} else files
@@ -251,7 +251,7 @@ def _convert(path: Path, directory: Path, stack: ExitStack) -> Path | None:
 
 
 def _look_at_table(
-    found: SiteCheck, path: Path, columns: dict[str, Cells], files: SiteFiles
+    found: SiteCheck, path: Path, columns: Mapping[str, Cells], files: SiteFiles
 ) -> SiteFiles:
     settings, of = files.settings, files.federation
     wanted = [*of.features, *(name for name in (settings.label, of.person) if name is not None)]

@@ -8,9 +8,10 @@ import logging
 import math
 import tomllib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
@@ -25,20 +26,18 @@ from fedpact.common.errors import DataError, InputError, ModelError, nearest
 from fedpact.common.files import parse_errors
 from fedpact.common.format import counted, format_metric
 from fedpact.common.messages import SiteScore
-from fedpact.common.params import TOKENS
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.common.user_code import model_again
 from fedpact.common.weights import read_checked
-from fedpact.data.cells import Cells, list_some, read_columns, read_npz
+from fedpact.data.cells import SUFFIXES, Cells, list_some
 from fedpact.data.columns import FileColumn, declared_columns
-from fedpact.data.dataset import Dataset
+from fedpact.data.dataset import Dataset, with_columns
 from fedpact.data.features.extract import MadeBy
 from fedpact.data.features.stage import FeatureStage
-from fedpact.data.inputs import columns_of, labels_of, of_arrays, read_input, table_of, with_arrays
-from fedpact.data.load import with_columns
+from fedpact.data.inputs import check_shape, read_declared
 from fedpact.data.schema import RecordForm
 from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import Table, read_numbers
+from fedpact.data.tables import Table, labels_of, of_arrays, read_numbers
 from fedpact.data.targets import ambiguous, read_labels, unscale
 from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.metrics import evaluate, find_display
@@ -96,12 +95,11 @@ class RecordedForm:
 class PredictionInputs:
     """Records x [n, *shape], and the table they were read from, with its labels.
 
-    sieve: marks the usable records. features: the columns of a table. form, classes: of the labels.
+    features: the columns of a table. form, classes: of the labels.
     """
 
     x: Tensor
     table: Table
-    sieve: RecordFilter
     features: tuple[str, ...]
     form: RecordForm
     classes: tuple[str, ...]
@@ -121,18 +119,18 @@ class PredictionInputs:
 
         Raises DataError: labels are missing, or not one for each record.
         """
-        labels = self.table.y
+        labels, first = self.table.y, self.table.sieve.first
         if labels is None:
             raise DataError(
-                f"{self.sieve.origin}: there are no labels; give them in the label column of the "
-                "run, in the array y of an .npz file, or as evaluate(records, labels)"
+                f"{self.table.sieve.origin}: there are no labels; give them in the label column of "
+                "the run, in the array y of an .npz file, or as evaluate(records, labels)"
             )
         if len(labels) != len(self.x):
             raise DataError(
                 f"there are {len(labels)} labels for {len(self.x)} records: give one each"
             )
-        sieve = RecordFilter("labels", len(self.x), self.sieve.first)
-        y = read_labels(self.table, self.classes, self.form, sieve)
+        sieve = RecordFilter("labels", len(self.x), first)
+        y = read_labels(replace(self.table, sieve=sieve), self.classes, self.form)
         sieve.warn(values=True)
         return y, sieve.good
 
@@ -161,14 +159,15 @@ class OwnColumns:
 
     def declared(
         self,
+        features: Sequence[str],
+        label: str | None,
         origin: str,
         columns: Mapping[str, Cells],
-        features: Collection[str],
-        label: str | None,
     ) -> dict[str, Cells]:
         """Return the site's columns together with the declared ones; the label may be missing.
 
-        Raises DataError: the source of a declared column is missing.
+        Raises DataError: a declared column, on which the model was trained, or its source is not
+        there.
         """
         wanted = {
             name: one
@@ -178,6 +177,13 @@ class OwnColumns:
         found = {**columns, **declared_columns(origin, columns, [*wanted], wanted)}
         if self.label is not None and self.label in columns and label and label not in found:
             found[label] = columns[self.label]
+        lacking = [name for name in features if name not in found and not is_tokens(features)]
+        if lacking:
+            raise DataError(
+                f"{origin} has no column {', '.join(lacking)}, on which the model was trained: it "
+                f"has {list_some(columns)}; add the missing columns, or rename those that hold "
+                f"them{nearest(lacking[0], columns)}"
+            )
         return found
 
 
@@ -201,68 +207,20 @@ def read_prediction_inputs(
                 f"run's are {', '.join(own.classes)}; create it with the run's classes"
             )
         table = of_arrays(records.name, records.x, records.y.numpy(), form)
-        return _read(table, form.in_arrays(records.features), own)
-    wanted = form
-    if own.features:
-        told = {"features": [*own.features], "drop": [], "columns": form.kept}
-        wanted = form.model_copy(update=told)
-    roles = plan.label, plan.site, plan.person
-    if not isinstance(records, str | Path) and (columns := columns_of(records)) is not None:
-        if named.sources:
-            records = named.declared("the table of records", columns, own.features, plan.label)
-        _check_columns("the table of records", records if named.sources else columns, own.features)
-    if not isinstance(records, str | Path):
-        table = read_input("records", records, wanted, *roles, shape=own.shape)
-    elif Path(records).suffix.lower() == ".npz":
-        arrays = read_npz(Path(records), labelled=False)
-        table = of_arrays(str(records), arrays["x"], arrays.get("y"), form)
-    elif Path(records).suffix.lower() in (".csv", ".parquet"):
-        columns, broken = read_columns(Path(records))
-        columns = named.declared(str(records), columns, own.features, plan.label)
-        _check_columns(str(records), columns, own.features)
-        label, site, person = (role if role in columns else None for role in roles)
-        table = table_of(
-            str(records), columns, label, site, person, broken, wanted, unlabelled=True
-        )
-        table = with_arrays(table, wanted)
-    else:
+        form = form.in_arrays(records.features)
+    elif isinstance(records, str | Path) and Path(records).suffix.lower() not in SUFFIXES:
         raise DataError(
             f"records is {str(records)!r}: expected the path of a .csv, .parquet or .npz file, or "
             "records from Python, as a table, arrays, or a data set of fedpact.from_arrays"
         )
-    if table.features:
-        return _read(table, wanted, own)
-    # For a table's run, an array holds the columns' numbers, in the run's order.
-    return _read(table, form.by_place(own.features) if own.features else form, own)
-
-
-def _check_columns(origin: str, columns: Collection[str], features: Sequence[str]) -> None:
-    """Raise DataError: the table lacks columns that the model was trained on."""
-    lacking = [name for name in features if name not in columns and not is_tokens(features)]
-    if lacking:
-        raise DataError(
-            f"{origin} has no column {', '.join(lacking)}, on which the model was trained: it has "
-            f"{list_some(columns)}; add the missing columns, or rename those that hold them"
-            f"{nearest(lacking[0], columns)}"
-        )
-
-
-def _read(table: Table, form: RecordForm, own: RecordedForm) -> PredictionInputs:
-    if table.features and table.features[0] == TOKENS[0]:
-        form = form.model_copy(update={"length": own.shape[-1]})
     else:
-        x = table.x
-        shape = x.shape[1:] if isinstance(x, np.ndarray) else (len(x),)
-        if shape != own.shape:
-            found = f"columns {', '.join(table.features)}" if table.features else f"shape {shape}"
-            raise DataError(
-                f"{table.origin}: a record has {found}: expected shape {own.shape}"
-                f"{' of ' * bool(own.features)}{', '.join(own.features)}, as in the run; convert "
-                "the records to that form (arrays as .npz, or from Python)"
-            )
-    sieve = table.filter()
-    x = torch.from_numpy(read_numbers(table, form, own.values, sieve))
-    return PredictionInputs(x, table, sieve, own.features or table.features, form, own.classes)
+        roles = plan.label, plan.site, plan.person
+        asked = records, form, roles, own.shape, own.features
+        convert = partial(named.declared, own.features, plan.label)
+        table, form = read_declared(*asked, labelled=False, convert=convert)
+    check_shape(table, own.shape, own.features, "the run")
+    x = torch.from_numpy(read_numbers(table, form, own.values))
+    return PredictionInputs(x, table, own.features or table.features, form, own.classes)
 
 
 _BATCH: Final = 1024
@@ -401,7 +359,7 @@ class Predictor:
         return read_prediction_inputs(records, self.plan, self.form, self.site)
 
     def _staged(self, given: PredictionInputs) -> tuple[Tensor, np.ndarray]:
-        x, sieve, features = given.x, given.sieve, given.features
+        x, sieve, features = given.x, given.table.sieve, given.features
         stage, example = self._stage, torch.zeros(self.form.shape, dtype=x.dtype)
         fits = torch.from_numpy(sieve.good)
         staged = stage(x, example, sieve.origin, None, features, ~fits)
