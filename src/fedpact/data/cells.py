@@ -190,6 +190,14 @@ def is_missing(name: str) -> bool:
     return name.lower() in _NO_NAME
 
 
+def alike_names(names: Iterable[str]) -> list[list[str]]:
+    """Return the groups of names that differ only in upper and lower case."""
+    alike = dict[str, list[str]]()
+    for name in names:
+        alike.setdefault(name.casefold(), []).append(name)
+    return [group for group in alike.values() if len(group) > 1]
+
+
 def to_numbers(cells: Cells) -> np.ndarray:
     """Return cells as float64 [n]: 1 and 0 for true and false, also as words; NaN otherwise."""
     if isinstance(cells, NumberCells):

@@ -93,23 +93,15 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
         numbers = [float(name) for name in whole]
     except ValueError:
         _check_many(name, names, len(given), "is it the column of the labels")
-        _check_spelled(name, names)
+        for several in cells.alike_names(names):
+            _logger.warning(
+                "data set %s: labels %s are %d classes: write them alike if they mean one, or name "
+                "the classes as records.classes",
+                *(name, ", ".join(map(repr, several)), len(several)),
+            )
         return tuple(names)
     _check_classes(name, numbers, len(given), REGRESSION)
     return tuple(name for _, name in sorted(zip(numbers, whole, strict=True)))
-
-
-def _check_spelled(name: str, names: Sequence[str]) -> None:
-    """Warn of classes that differ only in upper and lower case."""
-    alike = dict[str, list[str]]()
-    for one in names:
-        alike.setdefault(one.casefold(), []).append(one)
-    for several in [each for each in alike.values() if len(each) > 1]:
-        _logger.warning(
-            "data set %s: labels %s are %d classes: write them alike if they mean one, or name the "
-            "classes as records.classes",
-            *(name, ", ".join(map(repr, several)), len(several)),
-        )
 
 
 def check_several(name: str, classes: Sequence[str], table: Table, form: RecordForm) -> None:
