@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fedpact.common.errors import DataError
+from fedpact.data.dataset import RecordFilter
 from fedpact.data.inputs import columns_of
 from fedpact.data.load import from_arrays, from_python, load_dataset, load_site
 from fedpact.data.schema import Column, LabelForm, PlanRecords, RecordForm
-from fedpact.data.sieve import RecordFilter
 from fedpact.data.targets import persons_of
 
 pa = pytest.importorskip("pyarrow", reason="reads Parquet: the extra `parquet`")

@@ -278,11 +278,10 @@ def _conversion(path: Path, reader: str = "read_csv", more: str = "", **options:
     )
 
 
-def list_some(columns: Iterable[str]) -> str:
-    """Return names of columns, at most the first few."""
+def list_some(columns: Iterable[str], most: int = _NAMED) -> str:
+    """Return names of columns, at most the first `most`."""
     names = list(columns)
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" * (len(names) > most))
 
 
 def _missing(path: Path) -> DataError:

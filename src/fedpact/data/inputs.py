@@ -34,8 +34,8 @@ from fedpact.data.cells import (
     read_columns,
     read_npz,
 )
+from fedpact.data.dataset import RecordFilter
 from fedpact.data.schema import RecordForm
-from fedpact.data.sieve import RecordFilter
 from fedpact.data.tables import Table, array_of, describe_value, of_arrays
 from fedpact.data.tokens import is_next_token, is_tokens, token_columns
 

@@ -26,10 +26,9 @@ from fedpact.common.user_code import is_handed
 from fedpact.data import public, targets
 from fedpact.data.cells import SUFFIXES, check_suffix, read_npz
 from fedpact.data.columns import FileColumn, declared_columns
-from fedpact.data.dataset import Dataset, with_columns
+from fedpact.data.dataset import Dataset, RecordFilter, left_out_error, with_columns
 from fedpact.data.inputs import check_shape, columns_of, read_declared, read_table
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
-from fedpact.data.sieve import RecordFilter, left_out_error
 from fedpact.data.tables import (
     Table,
     check_columns,
@@ -300,7 +299,9 @@ def load_site(
         )
     check_shape(table, shape, features, "federation.toml")
     targets.check_places(str(path), form.target.kind, table.y, shape)
-    found = dataset_of(str(path), [replace(table, person=whose)], classes, form, values)
+    # Its sites are no site's business.
+    table = replace(table, person=whose, site=None)
+    found = dataset_of(str(path), [table], classes, form, values)
     if not len(found.y):
         _logger.warning("%s holds no record that is used: the site sends noise alone", path)
     return found if table.features else replace(found, features=features), table.sieve
@@ -415,21 +416,17 @@ def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) ->
     told = {"features": named, "drop": [], "columns": form.kept}
     if is_tokens(found.features):
         told["length"] = found.x.shape[-1]
-    own, classes = form.model_copy(update=told), list(found.classes)
-    if isinstance(test, str | Path):
-        column = label if Path(test).suffix.lower() in (".csv", ".parquet") else None
-        if column is None:
-            # Its columns have the order of training, whatever their names.
-            own = own.by_place(found.features)
-        beside = load_dataset(str(test), column, classes=classes, form=own)
-    else:
-        if (columns_of(test) is None) != (label is None):
-            table = "another table" if label else "a pair (x, y)"
-            raise DataError(
-                f"test is {describe_value(test)} beside data {found.name}: expected {table}"
-            )
-        table = read_table(test, own if label else form, label, origin="the test table")
-        beside = dataset_of("test", [table], classes, own)
+    own, is_path = form.model_copy(update=told), isinstance(test, str | Path)
+    if is_path and Path(test).suffix.lower() not in (".csv", ".parquet"):
+        # Its columns have the order of training, whatever their names.
+        label, own = None, own.by_place(found.features)
+    if not is_path and (columns_of(test) is None) != (label is None):
+        table = "another table" if label else "a pair (x, y)"
+        raise DataError(
+            f"test is {describe_value(test)} beside data {found.name}: expected {table}"
+        )
+    table = read_table(test, own if label else form, label, origin="the test table")
+    beside = dataset_of("test", [table], found.classes, own)
     return replace(found, x_test=beside.x, y_test=beside.y)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.data.cells import Cells, beyond_floats, cells_of, find_named, is_blank, to_numbers
+from fedpact.data.dataset import MISSING, RecordFilter
 from fedpact.data.schema import Column, RecordForm, ValueRange
-from fedpact.data.sieve import MISSING, RecordFilter
 from fedpact.data.tokens import is_tokens, read_tokens
 
 _logger = logging.getLogger("fedpact")

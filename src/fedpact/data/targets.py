@@ -25,8 +25,8 @@ from fedpact.common.errors import DataError
 from fedpact.common.losses import UNLABELLED
 from fedpact.data import cells
 from fedpact.data.cells import Cells, NumberCells, is_blank, text_of
+from fedpact.data.dataset import NO_NUMBER, RecordFilter
 from fedpact.data.schema import LabelForm, RecordForm
-from fedpact.data.sieve import NO_NUMBER, RecordFilter
 from fedpact.data.tables import Table
 from fedpact.data.tokens import is_tokens, read_token_labels
 

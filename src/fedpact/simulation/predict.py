@@ -31,12 +31,11 @@ from fedpact.common.user_code import model_again
 from fedpact.common.weights import read_checked
 from fedpact.data.cells import SUFFIXES, Cells, list_some
 from fedpact.data.columns import FileColumn, declared_columns
-from fedpact.data.dataset import Dataset, with_columns
+from fedpact.data.dataset import Dataset, RecordFilter, with_columns
 from fedpact.data.features.extract import MadeBy
 from fedpact.data.features.stage import FeatureStage
 from fedpact.data.inputs import check_shape, read_declared
 from fedpact.data.schema import RecordForm
-from fedpact.data.sieve import RecordFilter
 from fedpact.data.tables import Table, labels_of, of_arrays, read_numbers
 from fedpact.data.targets import ambiguous, read_labels, unscale
 from fedpact.data.tokens import is_tokens
