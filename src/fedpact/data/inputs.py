@@ -107,10 +107,7 @@ def read_declared(
     roles: label, site and person. features: a table's columns in the order of a record's numbers,
     which arrays have, too; () if unknown. See `check_shape` for whether they are of that shape.
     """
-    of_table = form
-    if features:
-        named = {"features": [*features], "drop": [], "columns": form.kept}
-        of_table = form.model_copy(update=named)
+    of_table = form.choosing(features) if features else form
     told: Any = {"origin": "records", "shape": shape, "labelled": labelled, "convert": convert}
     table = read_table(data, of_table, *roles, **told)
     if is_tokens(table.features):
@@ -217,9 +214,9 @@ def _with_arrays(table: Table, form: RecordForm, shape: tuple[int, ...] | None) 
     """
     origin, given, y = table.sieve.origin, cast(Mapping[str, Cells], table.x), table.y
     column = next((name for name in given if _holds_arrays(given[name])), None)
-    # Of several declared columns at a site no cell decides whether it opens.
-    declared = shape is not None and form.features is not None and len(given) > 1
-    if column is None or declared or is_tokens(table.features):
+    # Where a site's columns are declared as numbers, no cell decides whether it opens.
+    numbers = form.features is not None and shape == (len(given),)
+    if column is None or numbers or is_tokens(table.features):
         return table
     if len(given) > 1:
         raise DataError(

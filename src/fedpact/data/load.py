@@ -177,23 +177,23 @@ def dataset_of(
     tables: Sequence[Table],
     classes: Sequence[str] | None,
     form: RecordForm,
-    values: str | None = None,
+    at_site: str | None = None,
 ) -> Dataset:
     """Return the valid records of tables, with a warning about the others.
 
     tables: the training records, and optionally a public test set. classes: the labels' names in
-    order; None: those that are found. values: "float32" or "int64", as a federation declares them:
-    then the records are a site's, of which all may be left out and no value is told; None: as the
-    records are. Raises DataError: no record is left, or invalid labels.
+    order; None: those that are found. at_site: the declared type, "float32" or "int64", of the
+    records of a deployed site, all of which may be left out, and no value of which is told; None
+    for a simulation's. Raises DataError: no record is left, or invalid labels.
     """
-    site_only = values is not None
+    values = at_site
     if values is None:
         values = "int64" if form.vocabulary else "float32"
         if isinstance(tables[0].x, np.ndarray):
             warn_of_channels(name, tables[0].x)
             values = "int64" if tables[0].x.dtype in _WHOLE else values
     xs = [read_numbers(table, form, values) for table in tables]
-    if not site_only:
+    if not at_site:
         _check_left(tables)
     tables = [targets.token_labels(table, x, form) for table, x in zip(tables, xs, strict=True)]
     main, sieve = tables[0], tables[0].sieve
@@ -206,17 +206,17 @@ def dataset_of(
         classes = [str(token) for token in range(form.vocabulary)]
     classes = classes or main.titles or targets.find_classes(name, tables, form)
     names = tuple(map(str, classes))
-    if not site_only:
+    if not at_site:
         targets.check_several(name, names, main, form)
     ys = [targets.read_labels(table, names, form) for table in tables]
     site = None if main.site is None else targets.read_sites(main)
     person = None
     if main.person is not None:
         person = targets.persons_of(main.person, sieve, main.roles.get("person", "person"))
-    if not site_only:
+    if not at_site:
         _check_left(tables)
     for table in tables:
-        table.sieve.warn(values=not site_only)
+        table.sieve.warn(values=not at_site)
     parts = [
         (torch.from_numpy(x[table.sieve.good]), torch.from_numpy(y[table.sieve.good]))
         for table, x, y in zip(tables, xs, ys, strict=True)
@@ -412,11 +412,10 @@ def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) ->
     """
     if found.x_test is not None:
         raise DataError(f"data set {found.name} has a test set of its own: leave test out")
-    named = list(found.features) or (form.features if found.column is None else [found.column])
-    told = {"features": named, "drop": [], "columns": form.kept}
+    alone = form.features if found.column is None else [found.column]
+    own, is_path = form.choosing(found.features or alone), isinstance(test, str | Path)
     if is_tokens(found.features):
-        told["length"] = found.x.shape[-1]
-    own, is_path = form.model_copy(update=told), isinstance(test, str | Path)
+        own = own.model_copy(update={"length": found.x.shape[-1]})
     if is_path and Path(test).suffix.lower() not in (".csv", ".parquet"):
         # Its columns have the order of training, whatever their names.
         label, own = None, own.by_place(found.features)
