@@ -103,7 +103,7 @@ def test_a_file_of_a_site_is_read_like_a_table(tmp_path):
         own = load_site(path, "label", ("a", "b"), (2, 4), "int64", form, features=features)[0]
         assert torch.equal(own.x, whole.x)
         assert own.y.tolist() == whole.y.tolist() == [0, 1, 0, 1]
-    with pytest.raises(DataError, match=r"shape \(2, 4\): federation.toml has \(3, 4\)"):
+    with pytest.raises(DataError, match=r"shape \(2, 4\): expected shape \(3, 4\), as in fed"):
         load_site(path, "label", ("a", "b"), (3, 4), "int64", RecordForm())[0]
 
 

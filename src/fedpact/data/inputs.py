@@ -117,12 +117,15 @@ def read_declared(
 
 def check_shape(table: Table, shape: tuple[int, ...], features: Sequence[str], where: str) -> None:
     """Raise DataError unless records are of a shape, that of `where`."""
-    found = (*table.shape, *shape[-1:]) if is_tokens(table.features) else table.shape
+    tokens = is_tokens(table.features)
+    found = (*table.shape, *shape[-1:]) if tokens else table.shape
     if found != shape:
-        made = f"the columns {', '.join(table.features)}, " if table.features else ""
+        columns = ", ".join(table.features)
+        told = f"the columns {columns}" if columns and not tokens else f"shape {found}"
         raise DataError(
-            f"{table.sieve.origin}: a record has {made}shape {found}: {where} has {shape}"
-            f"{' of ' * bool(features)}{', '.join(features)}; bring the records into that form"
+            f"{table.sieve.origin}: a record has {told}: expected shape {shape}"
+            f"{' of ' * bool(features)}{', '.join(features)}, as in {where}; bring the records "
+            "into that form (a table as .csv or .parquet, arrays as .npz)"
         )
 
 
