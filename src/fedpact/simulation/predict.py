@@ -90,48 +90,25 @@ class RecordedForm:
             return RecordedForm(shape, raw["values"], classes, features, made_by)
 
 
-@dataclass(frozen=True, eq=False)
-class PredictionInputs:
-    """Records x [n, *shape], and the table they were read from, with its labels.
+def _read_targets(
+    table: Table, classes: Sequence[str], form: RecordForm
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a table's labels in training's form, and which of them are valid, [n].
 
-    features: the columns of a table. form, classes: of the labels.
+    Raises DataError: labels are missing, or not one for each record.
     """
-
-    x: Tensor
-    table: Table
-    features: tuple[str, ...]
-    form: RecordForm
-    classes: tuple[str, ...]
-
-    def given(self, labels: Any) -> "PredictionInputs":
-        """Return a copy with other labels: the classes' names or numbers, or arrays.
-
-        For a table's records, a number that is also a class's name means that class.
-        """
-        named = self.table.labels == "names" and ambiguous(self.classes)
-        array = labels_of("labels", "y", labels, self.form.target.kind, self.x.ndim)
-        table = replace(self.table, y=array, labels="names" if named else None)
-        return replace(self, table=table)
-
-    def targets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the labels in training's form, and which of them are valid, [n].
-
-        Raises DataError: labels are missing, or not one for each record.
-        """
-        labels, first = self.table.y, self.table.sieve.first
-        if labels is None:
-            raise DataError(
-                f"{self.table.sieve.origin}: there are no labels; give them in the label column of "
-                "the run, in the array y of an .npz file, or as evaluate(records, labels)"
-            )
-        if len(labels) != len(self.x):
-            raise DataError(
-                f"there are {len(labels)} labels for {len(self.x)} records: give one each"
-            )
-        sieve = RecordFilter("labels", len(self.x), first)
-        y = read_labels(replace(self.table, sieve=sieve), self.classes, self.form)
-        sieve.warn(values=True)
-        return y, sieve.good
+    count = table.sieve.count
+    if table.y is None:
+        raise DataError(
+            f"{table.sieve.origin}: there are no labels; give them in the label column of the run, "
+            "in the array y of an .npz file, or as evaluate(records, labels)"
+        )
+    if len(table.y) != count:
+        raise DataError(f"there are {len(table.y)} labels for {count} records: give one each")
+    sieve = RecordFilter("labels", count, table.sieve.first)
+    y = read_labels(replace(table, sieve=sieve), classes, form)
+    sieve.warn(values=True)
+    return y, sieve.good
 
 
 @dataclass(frozen=True)
@@ -184,42 +161,6 @@ class OwnColumns:
                 f"them{nearest(lacking[0], columns)}"
             )
         return found
-
-
-def read_prediction_inputs(
-    records: Any, plan: Plan, own: RecordedForm, named: OwnColumns
-) -> PredictionInputs:
-    """Read records as in a plan's run. own: their form in that run.
-
-    records: anything that a run accepts (see data.inputs), with or without labels; a .csv,
-    .parquet or .npz file; an array [n, *shape]. Raises DataError: another form.
-    """
-    form = plan.form
-    if isinstance(records, Dataset):
-        records = with_columns(records, plan.records)
-        if own.features and records.features:
-            # The file may have had another order of columns.
-            records = with_columns(records, RecordForm(features=[*own.features]))
-        if records.classes != own.classes:
-            raise DataError(
-                f"data set {records.name} has the classes {', '.join(records.classes)}, but the "
-                f"run's are {', '.join(own.classes)}; create it with the run's classes"
-            )
-        table = of_arrays(records.name, records.x, records.y.numpy(), form)
-        form = form.in_arrays(records.features)
-    elif isinstance(records, str | Path) and Path(records).suffix.lower() not in SUFFIXES:
-        raise DataError(
-            f"records is {str(records)!r}: expected the path of a .csv, .parquet or .npz file, or "
-            "records from Python, as a table, arrays, or a data set of fedpact.from_arrays"
-        )
-    else:
-        roles = plan.label, plan.site, plan.person
-        asked = records, form, roles, own.shape, own.features
-        convert = partial(named.declared, own.features, plan.label)
-        table, form = read_declared(*asked, labelled=False, convert=convert)
-    check_shape(table, own.shape, own.features, "the run")
-    x = torch.from_numpy(read_numbers(table, form, own.values))
-    return PredictionInputs(x, table, own.features or table.features, form, own.classes)
 
 
 _BATCH: Final = 1024
@@ -349,16 +290,47 @@ class Predictor:
     def preprocess(self, records: Any) -> tuple[Tensor, np.ndarray]:
         """Return the model's inputs [m, ...], and which of the n records they are, bool [n].
 
-        records: as in `read_prediction_inputs`; labels are ignored.
+        records: as a run accepts them; labels are ignored.
         Raises DataError: another form.
         """
-        return self._staged(self._read(records))
+        x, table, _ = self._read(records)
+        return self._staged(x, table)
 
-    def _read(self, records: Any) -> PredictionInputs:
-        return read_prediction_inputs(records, self.plan, self.form, self.site)
+    def _read(self, records: Any) -> tuple[Tensor, Table, RecordForm]:
+        """Read records as in the run: x [n, *shape], their table, and the form of its labels.
 
-    def _staged(self, given: PredictionInputs) -> tuple[Tensor, np.ndarray]:
-        x, sieve, features = given.x, given.table.sieve, given.features
+        records: anything that a run accepts (see data.inputs), with or without labels; a .csv,
+        .parquet or .npz file; an array [n, *shape]. Raises DataError: another form.
+        """
+        plan, own, form = self.plan, self.form, self.plan.form
+        if isinstance(records, Dataset):
+            records = with_columns(records, plan.records)
+            if own.features and records.features:
+                # The file may have had another order of columns.
+                records = with_columns(records, RecordForm(features=[*own.features]))
+            if records.classes != own.classes:
+                raise DataError(
+                    f"data set {records.name} has the classes {', '.join(records.classes)}, but "
+                    f"the run's are {', '.join(own.classes)}; create it with the run's classes"
+                )
+            table = of_arrays(records.name, records.x, records.y.numpy(), form)
+            form = form.in_arrays(records.features)
+        elif isinstance(records, str | Path) and Path(records).suffix.lower() not in SUFFIXES:
+            raise DataError(
+                f"records is {str(records)!r}: expected the path of a .csv, .parquet or .npz file, "
+                "or records from Python, as a table, arrays, or a data set of fedpact.from_arrays"
+            )
+        else:
+            roles = plan.label, plan.site, plan.person
+            asked = records, form, roles, own.shape, own.features
+            convert = partial(self.site.declared, own.features, plan.label)
+            table, form = read_declared(*asked, labelled=False, convert=convert)
+        check_shape(table, own.shape, own.features, "the run")
+        x = torch.from_numpy(read_numbers(table, form, own.values))
+        return x, table, form
+
+    def _staged(self, x: Tensor, table: Table) -> tuple[Tensor, np.ndarray]:
+        sieve, features = table.sieve, self.form.features or table.features
         stage, example = self._stage, torch.zeros(self.form.shape, dtype=x.dtype)
         fits = torch.from_numpy(sieve.good)
         staged = stage(x, example, sieve.origin, None, features, ~fits)
@@ -408,10 +380,14 @@ class Predictor:
         table with the plan's label column, or pairs (x, y).
         Raises DataError: no labels, or no record that can be used.
         """
-        given = self._read(records)
-        given = given if labels is None else given.given(labels)
-        y, good = given.targets()
-        x, used = self._staged(given)
+        x, table, form = self._read(records)
+        if labels is not None:
+            # Of a table's records a number that is also a class's name means that class.
+            named = table.labels == "names" and ambiguous(self.form.classes)
+            array = labels_of("labels", "y", labels, form.target.kind, x.ndim)
+            table = replace(table, y=array, labels="names" if named else None)
+        y, good = _read_targets(table, self.form.classes, form)
+        x, used = self._staged(x, table)
         both = used & good
         if not both.any():
             raise DataError("no record with a label can be used: there is nothing to evaluate")
