@@ -32,8 +32,8 @@ from fedpact.common.user_code import (
     with_user_objects,
 )
 from fedpact.data.dataset import Dataset
-from fedpact.data.inputs import describe_value
 from fedpact.data.load import digest_of, from_python
+from fedpact.data.tables import describe_value
 from fedpact.plan import Plan
 from fedpact.report import charts
 from fedpact.report.page import build_headline, write_report

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from fedpact.common.errors import DataError
+from fedpact.data.dataset import RecordFilter
 from fedpact.data.inputs import columns_of
-from fedpact.data.load import from_arrays, from_python, load_dataset
+from fedpact.data.load import from_arrays, from_python, load_dataset, load_site
 from fedpact.data.schema import Column, LabelForm, PlanRecords, RecordForm
-from fedpact.data.sieve import RecordFilter
-from fedpact.data.site_records import load_site
 from fedpact.data.targets import persons_of
 
 pa = pytest.importorskip("pyarrow", reason="reads Parquet: the extra `parquet`")
@@ -165,7 +164,7 @@ def test_float_resolution_is_the_columns_in_python_too(frame):
         if kind == "float16" and frame in ("gaps", "category"):
             continue
         whose = [end, end - 1, -end, 3.0, gap if null else 4.0]
-        cells = columns_of(FRAMES[frame](kind, whose))["who"]
+        cells = columns_of(FRAMES[frame](kind, whose)).cells["who"]
         sieve = RecordFilter("table", 5, 1)
         found = np.array(persons_of(cells, sieve))
         assert sieve.good.tolist() == [False, True, False, True, not null], kind
@@ -184,7 +183,7 @@ def test_hugging_faces_columns_are_of_their_declared_type():
         def __getitem__(self, name):
             return [17e6, None, 1.0]
 
-    columns = columns_of(Data())
+    columns = columns_of(Data()).cells
     assert [*map(type, columns["who"])] == [np.float32, type(None), np.float32]
     assert columns["x"] == [17e6, None, 1.0]
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from fedpact.common.errors import DataError
 from fedpact.data.columns import ColumnDifference, FileColumn
+from fedpact.data.load import load_site
 from fedpact.data.schema import RecordForm
-from fedpact.data.site_records import load_site
 
 FEATURES = ("age", "bmi", "lactate", "temperature", "sex")
 FORM = RecordForm.model_validate(

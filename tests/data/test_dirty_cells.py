@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from fedpact.common.errors import DataError
 from fedpact.data.cells import to_numbers
-from fedpact.data.load import from_arrays, load_dataset
+from fedpact.data.load import from_arrays, load_dataset, load_site
 from fedpact.data.schema import RecordForm
-from fedpact.data.site_records import load_site
 from fedpact.plan import Plan
 from fedpact.simulation.setup import SimulationSetup
 

@@ -248,9 +248,9 @@ def test_other_forms_of_a_table_are_refused_with_a_remedy(tmp_path, encoding, di
         read_columns(tmp_path / "t.csv")
     code = re.search(r'python -c "(.*)"$', str(refused.value))[1]
     exec(code, {})  # as the message says
-    columns, broken = read_columns(tmp_path / "t.utf8.csv")
-    assert not broken
-    assert to_numbers(columns["Größe"]).tolist() == [1.5, 2.25, 3.0]
+    table = read_columns(tmp_path / "t.utf8.csv")
+    assert not table.broken
+    assert to_numbers(table.cells["Größe"]).tolist() == [1.5, 2.25, 3.0]
 
 
 @pytest.mark.parametrize("cells", [["1e308", "-1e308", "inf", ""] * 9, ["7", ""], [""], []])

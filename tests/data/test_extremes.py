@@ -6,9 +6,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from fedpact.data.load import load_dataset
+from fedpact.data.load import load_dataset, load_site
 from fedpact.data.schema import Column, LabelForm, RecordForm
-from fedpact.data.site_records import load_site
 
 FORM = RecordForm(
     columns={

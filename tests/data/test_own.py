@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedpact.common.errors import DataError
-from fedpact.data.load import from_arrays, load_dataset, of_file, refit
+from fedpact.data.dataset import RecordFilter
+from fedpact.data.inputs import read_table
+from fedpact.data.load import from_arrays, load_dataset, load_site, refit
 from fedpact.data.schema import PlanRecords, RecordForm
-from fedpact.data.sieve import RecordFilter
-from fedpact.data.site_records import load_site
 from fedpact.data.targets import persons_of
 
 FORM = RecordForm(
@@ -148,6 +148,14 @@ def test_a_sites_arrays_have_no_columns_to_leave_out(tmp_path, wrong):
         tmp_path / "r.npz", None, ("a", "b"), (2,), "float32", form, features=("a", "b")
     )[0]
     assert beside.features == ("a", "b")
+
+
+def test_a_sites_arrays_may_name_sites_and_persons_in_vain(tmp_path):
+    """Neither is asked of them, so no record is left out because it names none."""
+    path, more = tmp_path / "r.npz", {"site": ["north", ""], "person": ["", "anna"]}
+    np.savez(path, x=np.zeros((2, 2)), y=[0, 1], **more)
+    found = load_site(path, None, ("a", "b"), (2,), "float32", RecordForm())[0]
+    assert (len(found.y), found.site, found.person) == (2, None, None)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39, "abc", ""])
@@ -333,14 +341,14 @@ def test_unnamed_row_number_column_is_dropped(tmp_path, name):
     first, second = tmp_path / "first.csv", tmp_path / "second.csv"
     first.write_text("\n".join([f"{name},a,y", *rows]))
     second.write_text("\n".join([f"a,{name},y", *rows]))
-    assert of_file(first, "y", None).features == ("a",)
+    assert read_table(first, label="y").features == ("a",)
     with pytest.raises(DataError, match=r"column 2 of 3 has no name .* records\.drop"):
-        of_file(second, "y", None)
+        read_table(second, label="y")
     if name:
         dropped = RecordForm(drop=[name])
-        assert of_file(second, "y", None, form=dropped).features == ("a",)
+        assert read_table(second, dropped, "y").features == ("a",)
     chosen = RecordForm(features=["a"])
-    assert of_file(second, "y", None, form=chosen).features == ("a",)
+    assert read_table(second, chosen, "y").features == ("a",)
 
 
 @pytest.mark.parametrize("values", ["float32", "int64"])

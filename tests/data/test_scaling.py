@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from fedpact.common.errors import DataError
 from fedpact.common.params import FlatModel
-from fedpact.data.load import from_arrays, from_python, load_dataset
+from fedpact.data.load import from_arrays, from_python, load_dataset, load_site
 from fedpact.data.schema import Column, PlanRecords, RecordForm, Scaling
-from fedpact.data.site_records import load_site
 from fedpact.deployment.federation import Federation, read_plan
 from fedpact.deployment.files import Choices, write_deployment
 from fedpact.plan import Plan

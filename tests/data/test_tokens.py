@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fedpact.common.errors import DataError
-from fedpact.data.inputs import table_of, with_arrays
-from fedpact.data.load import from_python, load_dataset
+from fedpact.data.cells import Columns
+from fedpact.data.inputs import table_of
+from fedpact.data.load import from_python, load_dataset, load_site
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
-from fedpact.data.site_records import load_site
 
 IDS = [[5, 3], [2, 4, 6], [7], [1, 2]]
 MASK = [[1, 1], [1, 1, 0], [1], [1, 1]]
@@ -103,7 +103,7 @@ def test_a_file_of_a_site_is_read_like_a_table(tmp_path):
         own = load_site(path, "label", ("a", "b"), (2, 4), "int64", form, features=features)[0]
         assert torch.equal(own.x, whole.x)
         assert own.y.tolist() == whole.y.tolist() == [0, 1, 0, 1]
-    with pytest.raises(DataError, match=r"shape \(2, 4\): federation.toml has \(3, 4\)"):
+    with pytest.raises(DataError, match=r"shape \(2, 4\): expected shape \(3, 4\), as in fed"):
         load_site(path, "label", ("a", "b"), (3, 4), "int64", RecordForm())[0]
 
 
@@ -165,8 +165,8 @@ def test_invalid_arrays_and_images_in_a_file_are_left_out(tmp_path, kind, bad):
     columns = {"x": [*cells, bad], "y": [*"ababa", "b"]}
     form = RecordForm(target=LabelForm())
     expected = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
-    found = with_arrays(table_of("here", columns, "y", form=form), form, (3, 4, 3))
-    assert found.filter().good.tolist() == [True] * 5 + [False]
+    found = table_of("here", Columns(columns), "y", form=form, shape=(3, 4, 3))
+    assert found.sieve.good.tolist() == [True] * 5 + [False]
     assert torch.equal(torch.from_numpy(found.x[:5]).float(), expected)
     path = tmp_path / "r.parquet"
     pd.DataFrame({"x": cells[:5], "y": [*"ababa"]}).to_parquet(path)

@@ -10,9 +10,9 @@ from torch import nn
 
 import fedpact
 from fedpact.common.errors import DataError
+from fedpact.data.dataset import RecordFilter
 from fedpact.data.load import from_python, load_dataset
 from fedpact.data.schema import Column, PlanRecords, RecordForm
-from fedpact.data.sieve import RecordFilter
 from fedpact.data.targets import class_numbers, persons_of
 
 FRAME = pd.DataFrame({"age": np.arange(40) / 40, "smoker": [True, False] * 20,

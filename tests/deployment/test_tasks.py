@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 import fedpact
 from fedpact.common.errors import DataError
+from fedpact.data.cells import Columns
 from fedpact.data.inputs import table_of
+from fedpact.data.load import load_site
 from fedpact.data.schema import LabelForm, RecordForm
-from fedpact.data.site_records import load_site
 from fedpact.data.tables import read_numbers
 from fedpact.data.targets import token_labels
 from fedpact.deployment.site_records import SiteFiles, own_records
@@ -120,10 +121,10 @@ def test_a_sites_table_has_token_lists_of_any_length_and_name(make, tmp_path):
     own = own_records(SiteFiles.read(site)).records
     assert own.x[:, 0].tolist() == [[5, 6, 0, 0, 0, 0], [7, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert own.y.tolist() == [[1, 0, *[-100] * 4], [1, *[-100] * 5], [0, 1, 0, 1, 0, 1]]
-    found = table_of("t", {"words": cells, "tags": tags}, "tags", form=RecordForm(length=6))
-    sieve, form = found.filter(), RecordForm(length=6, target=LabelForm(kind="pixels"))
-    token_labels(found, read_numbers(found, form, "int64", sieve), form, sieve)
-    assert sieve.good.tolist() == [True, True, True, False, False, False, False]
+    form = RecordForm(length=6, target=LabelForm(kind="pixels"))
+    found = table_of("t", Columns({"words": cells, "tags": tags}), "tags", form=form)
+    token_labels(found, read_numbers(found, form, "int64"), form)
+    assert found.sieve.good.tolist() == [True, True, True, False, False, False, False]
 
 
 def segmenter(shape, classes):

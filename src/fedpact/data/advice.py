@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.format import toml, toml_key
+from fedpact.data.cells import list_some
 from fedpact.data.schema import Column, RecordForm, ValueRange, rescale
 
 _WIDE: Final = 10.0
@@ -98,7 +99,8 @@ def _told_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], te
     told = [(name, tell(far) if _extent(own) is None else f"{far:g}") for name, own, far in wide]
     how = _FOUND if any(_extent(own) is None for _, own, _ in wide) else ""
     what = (
-        f"numbers of these columns get far from 0: {_first([f'{n} ({far})' for n, far in told])}"
+        "numbers of these columns get far from 0: "
+        f"{list_some([f'{n} ({far})' for n, far in told], _SHOWN)}"
         f"{how}. A gradient is as long as its record's numbers, so narrow columns are lost next to "
         "wide ones"
     )
@@ -128,7 +130,7 @@ def _warn_of_little(
     for (scaled, looked), alike in told.items():
         _logger.warning(
             f"{origin}: numbers of these columns are much farther from 0 than they differ: "
-            f"{_first(alike)}{_FOUND * looked}. A model can hardly tell them apart. "
+            f"{list_some(alike, _SHOWN)}{_FOUND * looked}. A model can hardly tell them apart. "
             f"{_MEND[scaled]}"
         )
 
@@ -174,17 +176,9 @@ def _found(x: Tensor) -> float:
     return float(good.abs().max()) if good.numel() else 0.0
 
 
-def _first(told: Sequence[str]) -> str:
-    """Return the first warnings about columns, and the number of further ones."""
-    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return ", ".join(told[:_SHOWN]) + more
-
-
 def find_undeclared(form: RecordForm, features: Sequence[str]) -> str:
     """Name the columns without declared range, scale or categories; "" for none."""
-    bare = [name for name in features if _extent(form.of(name)) is None]
-    more = f" and {len(bare) - _SHOWN} more columns" if len(bare) > _SHOWN else ""
-    return ", ".join(bare[:_SHOWN]) + more
+    return list_some([name for name in features if _extent(form.of(name)) is None], _SHOWN)
 
 
 def square(form: RecordForm, features: Sequence[str]) -> float:

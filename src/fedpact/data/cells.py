@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
@@ -190,6 +190,14 @@ def is_missing(name: str) -> bool:
     return name.lower() in _NO_NAME
 
 
+def alike_names(names: Iterable[str]) -> list[list[str]]:
+    """Return the groups of names that differ only in upper and lower case."""
+    alike = dict[str, list[str]]()
+    for name in names:
+        alike.setdefault(name.casefold(), []).append(name)
+    return [group for group in alike.values() if len(group) > 1]
+
+
 def to_numbers(cells: Cells) -> np.ndarray:
     """Return cells as float64 [n]: 1 and 0 for true and false, also as words; NaN otherwise."""
     if isinstance(cells, NumberCells):
@@ -218,8 +226,21 @@ SUFFIXES: Final = (".csv", ".parquet", ".npz")
 _NAMED: Final = 40  # columns, in an error
 
 
-def read_columns(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
-    """Return a file's columns, and row (from 0) -> fault of broken rows. Raises DataError."""
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """A table's cells [n] by column. broken: row from 0 -> its fault as a whole.
+
+    index: columns that number rows. titles: column -> the names of the classes that it numbers.
+    """
+
+    cells: Mapping[str, Cells]
+    broken: Mapping[int, str] = field(default_factory=dict[int, str])
+    index: Sequence[str] = ()
+    titles: Mapping[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+
+def read_columns(path: Path) -> Columns:
+    """Return the columns of a .csv or .parquet file. Raises DataError: it cannot be read."""
     check_suffix(path)
     if not path.is_file():
         raise _missing(path)
@@ -257,11 +278,10 @@ def _conversion(path: Path, reader: str = "read_csv", more: str = "", **options:
     )
 
 
-def list_some(columns: Iterable[str]) -> str:
-    """Return names of columns, at most the first few."""
+def list_some(columns: Iterable[str], most: int = _NAMED) -> str:
+    """Return names of columns, at most the first `most`."""
     names = list(columns)
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" * (len(names) > most))
 
 
 def _missing(path: Path) -> DataError:
@@ -296,7 +316,7 @@ def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
+def _read_csv(path: Path) -> Columns:
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -315,7 +335,7 @@ def _read_csv(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
             broken[number] = cells
         rows.append([""] * len(header) if isinstance(cells, str) else cells)
     columns = zip(*rows, strict=True) if rows else ([] for _ in header)
-    return dict(zip(header, columns, strict=True)), broken
+    return Columns(dict(zip(header, columns, strict=True)), broken)
 
 
 def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
@@ -404,7 +424,7 @@ def _cells(line: bytes) -> list[str] | str:
         return _OPEN if "unexpected end" in str(error) else "cannot be read as CSV"
 
 
-def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
+def _read_parquet(path: Path) -> Columns:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -420,7 +440,8 @@ def _read_parquet(path: Path) -> tuple[dict[str, Cells], dict[int, str]]:
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error
     _check_names(path, table.column_names)
-    return {name: arrow_cells(table.column(name)) for name in table.column_names}, {}
+    cells = {name: arrow_cells(table.column(name)) for name in table.column_names}
+    return Columns(cells, index=index_of(table))
 
 
 def _check_names(path: Path, names: Iterable[str]) -> None:
@@ -432,11 +453,8 @@ def _check_names(path: Path, names: Iterable[str]) -> None:
         )
 
 
-def index_of(path: Path) -> tuple[str, ...]:
-    """Return the index columns that pandas wrote to a .parquet file; () for other files."""
-    if path.suffix.lower() != ".parquet":
-        return ()
-    import pyarrow.parquet
-
-    told: dict[str, Any] = pyarrow.parquet.read_schema(path).pandas_metadata or {}
-    return tuple(name for name in told.get("index_columns", ()) if isinstance(name, str))
+def index_of(data: Any) -> tuple[str, ...]:
+    """Return the columns of an Arrow table that are a pandas index; () for other tables."""
+    told: Any = getattr(getattr(data, "schema", None), "pandas_metadata", None)
+    names = told.get("index_columns", ()) if isinstance(told, Mapping) else ()
+    return tuple(name for name in names if isinstance(name, str))

@@ -15,22 +15,19 @@ import numpy as np
 
 from fedpact.common.format import counted, number, percent, toml, toml_key
 from fedpact.data.cells import (
-    Cells,
-    is_blank,
+    alike_names,
     list_some,
     read_columns,
     read_npz,
-    text_of,
-    to_numbers,
 )
 from fedpact.data.schema import RecordForm
 from fedpact.data.summary import (
+    ColumnCells,
     ColumnSummary,
     Unusual,
     describe_codes,
-    describe_text,
+    describe_form,
     summarise_array,
-    summarise_column,
 )
 
 _MOST: Final = 20
@@ -59,20 +56,20 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     head = _HEAD.format(file=path.name)
     if path.suffix.lower() == ".npz":
         x = read_npz(path)["x"]
-        found, finite = summarise_array(x, RecordForm()), _finite(x.reshape(-1))
+        found, finite = summarise_array(x, RecordForm()), ColumnCells.of("x", x.reshape(-1)).finite
         lines = (
             ["# found: " + _span(finite), *_ranges(finite, "low", "high")] if len(finite) else []
         )
         return "\n".join([head, "[records]", *lines, ""]), found
-    columns, broken = read_columns(path)
-    label = roles.get("label")
-    found = [summarise_column(name, cells) for name, cells in columns.items()]
+    table = read_columns(path)
+    columns, broken = {n: ColumnCells.of(n, some) for n, some in table.cells.items()}, table.broken
+    label, found = roles.get("label"), [one.summary() for one in columns.values()]
     features = [one for one in found if one.name not in roles.values()]
     dropped = {one.name: why for one in features if (why := _unusable(one, columns[one.name]))}
     named = {"data": str(path), **roles}
     lines = [head, *(f"{key} = {toml(name)}" for key, name in named.items() if name is not None)]
     lines += ['# label = "..."   # the column to predict'] * (label is None)
-    task = [] if label is None else _task(columns.get(label, []))
+    task = [] if label not in columns else _task(columns[label])
     for role in ("site", "person"):
         lines += _unnamed(role, roles.get(role), columns)
     lines += [*task, "", "[records]"]
@@ -91,7 +88,7 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     return "\n".join([*lines, ""]), found
 
 
-def _unusable(one: ColumnSummary, cells: Cells) -> str:
+def _unusable(one: ColumnSummary, cells: ColumnCells) -> str:
     """Return why a column is no feature as it stands, "" where it is one."""
     if one.kind == "nothing":
         return "every cell is empty"
@@ -100,27 +97,27 @@ def _unusable(one: ColumnSummary, cells: Cells) -> str:
     if one.kind == "numbers":
         if one.low == one.high:
             return "the same value in every row"
-        return describe_codes(one.name, cells)
-    if form := describe_text(cells):
-        return form
+        return describe_codes(cells)
+    if one.remark:
+        return one.remark
     if one.distinct > _MOST:
         return "text with many different values, such as names, notes or identifiers"
     return "the same value in every row" if one.distinct == 1 and not one.missing else ""
 
 
-def _task(cells: Cells) -> list[str]:
+def _task(cells: ColumnCells) -> list[str]:
     """Return the lines of [task], where labels are measured numbers."""
-    finite = _finite(cells)
-    if len(finite) < len(cells) / 2 or len(np.unique(finite)) <= _MOST:
+    finite = cells.finite
+    if len(finite) < len(cells.x) / 2 or len(np.unique(finite)) <= _MOST:
         return []
     ends = ", ".join(_around(Unusual.of(finite).usual))
     return ["", "[task]", 'kind = "regression"', f"# found: {_span(finite)}", f"# range = [{ends}]"]
 
 
-def _classes(columns: Mapping[str, Cells], label: str) -> list[str]:
+def _classes(columns: Mapping[str, ColumnCells], label: str) -> list[str]:
     if label not in columns:
         return _unnamed("label", label, columns)
-    found = _words(columns[label])
+    found = sorted(columns[label].texts)
     if not found:
         return ["# label: every cell is empty"]
     if len(found) > _MOST:
@@ -131,32 +128,35 @@ def _classes(columns: Mapping[str, Cells], label: str) -> list[str]:
     ]
 
 
-def _unnamed(role: str, name: str | None, columns: Mapping[str, Cells]) -> list[str]:
+def _unnamed(role: str, name: str | None, columns: Mapping[str, ColumnCells]) -> list[str]:
     """Return a remark on rows without a site or a person, or on a column that is missing."""
-    if name is not None and name not in columns:
+    if name is None:
+        return []
+    if name not in columns:
         return [f"# {role}: the file has no column {name!r}; its columns are {list_some(columns)}"]
-    blank = [row for row, cell in enumerate(columns.get(name or "", ())) if is_blank(cell)]
+    blank = np.flatnonzero(columns[name].blank).tolist()
     told = f"{counted(len(blank), 'row')} without a {role} ({_rows(blank)}): they are left out"
     return [f"# found: {told}"] * bool(blank)
 
 
-def _column(one: ColumnSummary, cells: Cells) -> list[str]:
+def _column(one: ColumnSummary, cells: ColumnCells) -> list[str]:
     missing = f"; {percent(one.missing)} missing" if one.missing else ""
     if one.kind == "text":
-        words = _words(cells)
+        words = sorted(cells.texts)
         lines = [
             f"# found: text with {one.distinct} different values{missing}",
-            *_alike(words),
+            *(
+                f"# found: {', '.join(map(repr, same))}: if they mean the same, spell them alike"
+                for same in alike_names(words)
+            ),
             f"# categories = {toml(words)}   # all that there can be",
             '# scale = "one-hot"   # the default: one number for each category',
         ]
         if missing and words:
-            most = Counter(text_of(cell) for cell in cells if not is_blank(cell)).most_common(1)
-            lines.append(f"# fill = {toml(most[0][0])}   # the most frequent; for a missing value")
+            most = cells.texts.most_common(1)[0][0]
+            lines.append(f"# fill = {toml(most)}   # the most frequent; for a missing value")
         return lines
-    numbers = to_numbers(cells)
-    finite = numbers[np.isfinite(numbers)]
-    parts, values = Unusual.of(finite), np.unique(finite)
+    parts, values = Unusual.of(cells.finite), np.unique(cells.finite)
     lines = [f"# found: {_span(parts.usual)}{missing}"]
     for value, count in parts.codes:
         lines.append(
@@ -164,16 +164,15 @@ def _column(one: ColumnSummary, cells: Cells) -> list[str]:
             "leave these cells empty in the file"
         )
     for far in parts.far:
-        rows = np.flatnonzero(np.isin(numbers, far)).tolist()
+        rows = np.flatnonzero(np.isin(cells.x, far)).tolist()
         lines.append(
             f"# found: {counted(len(far), 'value')} far from the others, {_ends(far)} "
             f"({_rows(rows)}): mistakes, or another unit?"
         )
-    blank = [is_blank(cell) for cell in cells]
-    if odd := np.flatnonzero(np.isnan(numbers) & ~np.array(blank)).tolist():
-        form = describe_text([cells[row] for row in odd]) or "these rows are left out"
+    if odd := cells.words:
+        form = describe_form(Counter(odd.values())) or "these rows are left out"
         lines.append(
-            f"# found: {counted(len(odd), 'cell')} without a number ({_rows(odd)}): {form}"
+            f"# found: {counted(len(odd), 'cell')} without a number ({_rows([*odd])}): {form}"
         )
     if 2 < len(values) <= _CODES and (values == np.rint(values)).all():
         codes = toml(values.tolist())
@@ -185,27 +184,10 @@ def _column(one: ColumnSummary, cells: Cells) -> list[str]:
     return lines
 
 
-def _finite(cells: Cells | np.ndarray) -> np.ndarray:
-    numbers = to_numbers(cells if isinstance(cells, Sequence) else cells.tolist())
-    return numbers[np.isfinite(numbers)]
-
-
 def _rows(rows: Sequence[int]) -> str:
     """Return the first of some rows, counted from 1 below the header."""
     named = ", ".join(str(row + 1) for row in rows[:_SHOWN])
     return f"row{'s' * (len(rows) > 1)} {named}" + ", ..." * (len(rows) > _SHOWN)
-
-
-def _alike(words: Sequence[str]) -> list[str]:
-    """Return a remark on words that differ in capitals alone."""
-    known = dict[str, list[str]]()
-    for word in words:
-        known.setdefault(word.casefold(), []).append(word)
-    return [
-        f"# found: {', '.join(map(repr, same))}: if they mean the same, spell them alike"
-        for same in known.values()
-        if len(same) > 1
-    ]
 
 
 def _ends(values: np.ndarray) -> str:
@@ -257,7 +239,3 @@ def propose_range(low: float, high: float) -> tuple[float, float]:
 
 def _plain(value: float) -> str:
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
-
-
-def _words(cells: Cells) -> list[str]:
-    return sorted({text_of(cell) for cell in cells if not is_blank(cell)})

@@ -1,5 +1,6 @@
-"""Records passed in from Python, as columns by name or as arrays.
+"""Records from a file or passed in from Python, as columns by name or as arrays.
 
+    "t.csv", "t.parquet", "t.npz"   files
     (x, y)                          arrays, tensors or lists
     a DataFrame or another table    anything with columns by name; with label = "..."
     a data set of Hugging Face      its columns
@@ -10,24 +11,32 @@ Pillow's images become arrays [channels, height, width] of 0..255. To scale them
 """
 
 import logging
-import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
-from numbers import Number
+from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset as Items
 from torch.utils.data import IterableDataset, TensorDataset
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import Cells, NumberCells, cells_of, is_blank, list_some
+from fedpact.data.cells import (
+    Cells,
+    Columns,
+    NumberCells,
+    cells_of,
+    index_of,
+    list_some,
+    read_columns,
+    read_npz,
+)
+from fedpact.data.dataset import RecordFilter
 from fedpact.data.schema import RecordForm
-from fedpact.data.tables import Table
+from fedpact.data.tables import Table, array_of, describe_value, of_arrays
 from fedpact.data.tokens import is_next_token, is_tokens, token_columns
 
 _KINDS: Final = (
@@ -41,42 +50,83 @@ _INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
 _logger = logging.getLogger("fedpact")
 
 
-def read_input(
-    origin: str,
+def read_table(
     data: Any,
     form: RecordForm = _ANY,
     label: str | None = None,
     site: str | None = None,
     person: str | None = None,
+    *,
+    origin: str = "data",
     shape: tuple[int, ...] | None = None,
+    labelled: bool = True,
+    convert: Callable[[str, Mapping[str, Cells]], Mapping[str, Cells]] | None = None,
 ) -> Table:
-    """Read an object passed in from Python. origin: the name of its records in errors.
+    """Read a file, by its path, or an object passed in from Python.
 
-    label, site, person: columns of a table. shape: of a record, if records without labels are
-    allowed; then missing columns of a table are ignored. Raises DataError: an object of another
-    kind (see the module), or one that does not match the declaration.
+    label, site, person: columns of a table. origin: the name of an object's records in errors.
+    shape: of a record, if it is known; in a labelled table records of another are left out.
+    labelled: whether there must be labels; if not, missing columns of a table are ignored. convert:
+    (origin, a table's columns) -> those by the declared names. Raises DataError: an object of
+    another kind (see the module), or one that does not match the declaration.
     """
-    columns = columns_of(data)
+    path = Path(data) if isinstance(data, str | Path) else None
+    if path is not None and path.suffix.lower() == ".npz":
+        arrays = read_npz(path, labelled=labelled)
+        x, y, site_of, whose = (arrays.get(name) for name in ("x", "y", "site", "person"))
+        return of_arrays(str(path), x, y, form, site_of, whose, least=int(shape is None))
+    columns = columns_of(data) if path is None else read_columns(path)
     if columns is not None:
-        if shape is not None:
-            label, site, person = (r if r in columns else None for r in (label, site, person))
-        titles = _titles(data).get(str(label))
-        if label in columns and titles:
-            named = [titles[int(v)] if v in range(len(titles)) else None for v in columns[label]]
-            columns[str(label)] = named
+        origin = origin if path is None else f"data file {path}"
+        if convert is not None:
+            columns = replace(columns, cells=convert(origin, columns.cells))
         roles = label, site, person
-        index = [name for name in _index_of(data) if name not in roles]
-        unlabelled = shape is not None
-        table = table_of(origin, columns, *roles, None, form, index, unlabelled=unlabelled)
-        return replace(with_arrays(table, form), titles=titles)
-    if shape is None and (label or site or person):
+        return table_of(origin, columns, *roles, form, shape=shape, labelled=labelled)
+    if labelled and (label or site or person):
         raise DataError(
             f"label = {label!r}, site = {site!r}, person = {person!r} with "
             f"{describe_value(data)}: only a table has columns to name; pass a table, such as "
             "pandas.DataFrame(data) of rows, or leave them out"
         )
-    x, y, titles = _pair_of(origin, data, shape)
+    x, y, titles = _pair_of(origin, data, None if labelled else shape)
     return of_arrays(origin, x, y, form, titles=titles)
+
+
+def read_declared(
+    data: Any,
+    form: RecordForm,
+    roles: Sequence[str | None],
+    shape: tuple[int, ...],
+    features: Sequence[str],
+    *,
+    labelled: bool = True,
+    convert: Callable[[str, Mapping[str, Cells]], Mapping[str, Cells]] | None = None,
+) -> tuple[Table, RecordForm]:
+    """Return records whose shape is known, by `read_table`, and the form to read their numbers by.
+
+    roles: label, site and person. features: a table's columns in the order of a record's numbers,
+    which arrays have, too; () if unknown. See `check_shape` for whether they are of that shape.
+    """
+    of_table = form.choosing(features) if features else form
+    told: Any = {"origin": "records", "shape": shape, "labelled": labelled, "convert": convert}
+    table = read_table(data, of_table, *roles, **told)
+    if is_tokens(table.features):
+        return table, of_table.model_copy(update={"length": shape[-1]})
+    return table, form.by_place(features) if features and not table.features else of_table
+
+
+def check_shape(table: Table, shape: tuple[int, ...], features: Sequence[str], where: str) -> None:
+    """Raise DataError unless records are of a shape, that of `where`."""
+    tokens = is_tokens(table.features)
+    found = (*table.shape, *shape[-1:]) if tokens else table.shape
+    if found != shape:
+        columns = ", ".join(table.features)
+        told = f"the columns {columns}" if columns and not tokens else f"shape {found}"
+        raise DataError(
+            f"{table.sieve.origin}: a record has {told}: expected shape {shape}"
+            f"{' of ' * bool(features)}{', '.join(features)}, as in {where}; bring the records "
+            "into that form (a table as .csv or .parquet, arrays as .npz)"
+        )
 
 
 def choose_features(
@@ -88,24 +138,25 @@ def choose_features(
 
 def table_of(
     origin: str,
-    columns: Mapping[str, Cells],
+    found: Columns,
     label: str | None,
     site: str | None = None,
     person: str | None = None,
-    broken: Mapping[int, str] | None = None,
     form: RecordForm = _ANY,
-    index: Collection[str] = (),
     *,
-    unlabelled: bool = False,
+    shape: tuple[int, ...] | None = None,
+    labelled: bool = True,
 ) -> Table:
-    """Return columns as a table. origin: its name in errors. index: columns that number rows.
+    """Return columns as a table, with arrays if each cell of its only feature is one.
 
-    unlabelled: whether the label may be missing. form: selects the features. Raises DataError: a
-    missing column.
+    form: selects the features. Raises DataError: a missing column; for the rest see `read_table`.
     """
+    columns = found.cells
     roles = {"label": label, "site": site, "person": person}
+    if not labelled:
+        roles = {role: column if column in columns else None for role, column in roles.items()}
     for role, column in roles.items():
-        optional = role != "label" or unlabelled
+        optional = role != "label" or not labelled
         if column not in columns and not (optional and column is None):
             raise DataError(
                 f"{origin}: {role} column is {column!r}: expected one of its columns "
@@ -122,7 +173,7 @@ def table_of(
                 f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
                 f"{list_some(columns)}, and not those of label, site or person; correct the names"
             )
-    unused = {*index, *_numbering(origin, list(columns), form)}
+    unused = {*found.index, *_numbering(origin, list(columns), form)}
     chosen = choose_features(columns, form, roles.values())
     features = [c for c in chosen if form.features is not None or c not in unused]
     if not (rows or features) or len({*named.values()}) < len(named):
@@ -132,8 +183,15 @@ def table_of(
             "different columns and at least one more"
         )
     x = rows or {name: columns[name] for name in features}
+    sieve = RecordFilter(origin, len(next(iter(x.values()))), 1)
+    for row, why in found.broken.items():
+        sieve.leave_out(row, "", why)
     y, *names = (None if name is None else columns[name] for name in roles.values())
-    return Table(origin, x, y, *names, broken=broken, roles=named, labels="names")
+    titles = found.titles.get(str(roles["label"]))
+    if y is not None and titles:
+        y = [titles[int(cell)] if cell in range(len(titles)) else None for cell in y]
+    table = Table(sieve, x, y, *names, roles=named, titles=titles, labels="names")
+    return _with_arrays(table, form, shape if labelled else None)
 
 
 def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]:
@@ -151,15 +209,17 @@ def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]
     return known
 
 
-def with_arrays(table: Table, form: RecordForm, shape: tuple[int, ...] | None = None) -> Table:
+def _with_arrays(table: Table, form: RecordForm, shape: tuple[int, ...] | None) -> Table:
     """Return a table with an array in place of its only feature, if that has arrays or images.
 
     A record without one is left out. shape: records of another shape are left out too; None: they
     are refused. Raises DataError: other features beside it.
     """
-    origin, given, y = table.origin, cast(Mapping[str, Cells], table.x), table.y
+    origin, given, y = table.sieve.origin, cast(Mapping[str, Cells], table.x), table.y
     column = next((name for name in given if _holds_arrays(given[name])), None)
-    if column is None or is_tokens(table.features):
+    # Where a site's columns are declared as numbers, no cell decides whether it opens.
+    numbers = form.features is not None and shape == (len(given),)
+    if column is None or numbers or is_tokens(table.features):
         return table
     if len(given) > 1:
         raise DataError(
@@ -173,48 +233,16 @@ def with_arrays(table: Table, form: RecordForm, shape: tuple[int, ...] | None = 
         y = _together([np.asarray(cell) for cell in y], "label")
     found = [_array(cell) for cell in given[column]]
     why = f"has no array or image in column {column}" + f" of shape {shape}" * (shape is not None)
-    missing = {
-        row: why
-        for row, one in enumerate(found)
-        if one is None or one.shape != (shape or one.shape)
-    }
-    good = [one for row, one in enumerate(found) if one is not None and row not in missing]
+    missing = [one is None or one.shape != (shape or one.shape) for one in found]
+    good = [one for one, out in zip(found, missing, strict=True) if one is not None and not out]
     if not good and shape is None:
         raise DataError(f"{origin}: column {column} holds no array or image that can be read")
     blank = good[0] * 0 if good else np.zeros(shape or ())
-    x = _together(
-        [blank if one is None or row in missing else one for row, one in enumerate(found)], column
-    )
-    broken = {**(table.broken or {}), **missing}
-    return replace(table, x=array_of(origin, column, x), y=y, column=column, broken=broken)
-
-
-def of_arrays(
-    origin: str,
-    x: Any,
-    y: Any,
-    form: RecordForm,
-    site: Any = None,
-    person: Any = None,
-    end: str = "",
-    titles: Sequence[str] | None = None,
-    least: int = 1,
-) -> Table:
-    """Return arrays x [n, ...] and, unless y is None, y [n, ...]. end: of their names in errors.
-
-    least: the smallest number of records. Raises DataError: not arrays, or shapes that do not match
-    each other or the declaration.
-    """
-    x, given = array_of(origin, "x" + end, x), y
-    if given is not None:
-        y = labels_of(origin, "y" + end, given, form.target.kind, x.ndim)
-        check_shapes(origin, end, x, y, least=least, kind=form.target.kind)
-    site, person = (
-        v if v is None or isinstance(v, np.ndarray) else cells_of(v) for v in (site, person)
-    )
-    return Table(
-        origin, x, y, site, person, titles=titles, labels=None if titles is None else "numbers"
-    )
+    whole = [blank if one is None or out else one for one, out in zip(found, missing, strict=True)]
+    x, sieve = array_of(origin, column, _together(whole, column)), RecordFilter(origin, len(whole))
+    for row in np.flatnonzero(missing).tolist():
+        sieve.leave_out(row, "", why)
+    return replace(table, sieve=sieve, x=x, y=y, column=column)
 
 
 def _pair_of(
@@ -244,11 +272,6 @@ def _holds_arrays(cells: Cells) -> bool:
 def _is_stored(cell: Any) -> bool:
     """Whether a cell is an image as stored in Parquet files of Hugging Face."""
     return isinstance(cell, Mapping) and {*cast(Mapping[str, Any], cell)} == {"bytes", "path"}
-
-
-def describe_value(data: Any) -> str:
-    """Describe an unusable object for an error."""
-    return f"a {type(data).__module__}.{type(data).__qualname__}"
 
 
 def _of_items(data: Any, shape: tuple[int, ...] | None) -> tuple[Any, Any, list[str] | None]:
@@ -284,7 +307,7 @@ def _shape(thing: Any) -> tuple[int, ...] | None:
         return None
 
 
-def columns_of(data: Any) -> dict[str, list[Any]] | None:
+def columns_of(data: Any) -> Columns | None:
     """Return a table's columns; None if it is not a table."""
     named = getattr(data, "column_names", None)
     if named is None:
@@ -313,29 +336,16 @@ def columns_of(data: Any) -> dict[str, list[Any]] | None:
     whole = cast(Any, data if plain is None else plain(None))
     kinds: Any = getattr(data, "features", None)
     # Hugging Face columns return Python floats for any declared type.
-    told = kinds if isinstance(kinds, Mapping) else {}
+    told: Mapping[Any, Any] = kinds if isinstance(kinds, Mapping) else {}
     found = {str(k): cells_of(whole[k], getattr(told.get(k), "dtype", None)) for k in keys}
     if len({len(cells) for cells in found.values()}) > 1:
         lengths = ", ".join(f"{name} {len(cells)}" for name, cells in found.items())
         raise DataError(
             f"{describe_value(data)} has columns of lengths {lengths}: expected equal ones"
         )
-    return found
-
-
-def _index_of(data: Any) -> tuple[str, ...]:
-    """Return the columns of an Arrow table that are a pandas index."""
-    told: Any = getattr(getattr(data, "schema", None), "pandas_metadata", None)
-    names = told.get("index_columns", ()) if isinstance(told, Mapping) else ()
-    return tuple(name for name in names if isinstance(name, str))
-
-
-def _titles(data: Any) -> dict[str, list[str]]:
-    """Return column -> names of the classes that a Hugging Face column numbers."""
-    kinds = getattr(data, "features", None)
-    found = kinds.items() if isinstance(kinds, Mapping) else ()
-    named = {str(name): getattr(kind, "names", None) for name, kind in found}
-    return {name: list(map(str, names)) for name, names in named.items() if names}
+    named = {str(name): getattr(kind, "names", None) for name, kind in told.items()}
+    titles = {name: list(map(str, names)) for name, names in named.items() if names}
+    return Columns(found, index=index_of(data), titles=titles)
 
 
 def _array(cell: Any) -> np.ndarray | None:
@@ -375,98 +385,3 @@ def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
             f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; {hint}"
         )
     return np.stack(records)
-
-
-def array_of(name: str, what: str, values: Any) -> np.ndarray:
-    """Return numbers or text as an array. Raises DataError: other values.
-
-    Arrays of objects become text or numbers; None, pandas' <NA> and masked values are missing
-    numbers. The array is contiguous, as a model may use `view`.
-    """
-    try:
-        if isinstance(values, Tensor):
-            values = values.detach().cpu()
-            # numpy has no such type.
-            values = values.float() if values.dtype == torch.bfloat16 else values
-        if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
-            covered, values = np.ma.getmaskarray(values), values.data.astype(object)
-            values[covered] = None
-        array = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
-        array = _plain(array) if array.dtype.kind in "OT" else array
-        array = np.ascontiguousarray(array) if array.ndim else array
-    except (TypeError, ValueError, RuntimeError) as error:  # the last as of a tensor on "meta"
-        raise DataError(
-            f"data set {name}: {what} is no array ({error}): expected rows of equal length"
-        ) from error
-    if array.dtype.kind not in "biufU":
-        raise DataError(
-            f"data set {name}: {what} is {describe_value(values)} of type {array.dtype}: expected "
-            "an array of numbers, or strings for labels; convert it first, as with x.toarray() of "
-            "a sparse matrix"
-        )
-    return array
-
-
-def labels_of(name: str, what: str, values: Any, kind: str, axes: int) -> np.ndarray:
-    """Return labels as an array, without a superfluous axis of length 1. axes: those of x.
-
-    For classes and numbers that is [n, 1], for pixels [n, 1, h, w] with images.
-    """
-    y = array_of(name, what, values)
-    most = {"class": 2, "number": 2, "pixels": 4 if axes == 4 else 0}.get(kind)
-    return y[:, 0] if y.ndim == most and y.shape[1] == 1 else y
-
-
-def _plain(array: np.ndarray) -> np.ndarray:
-    """Convert an array of Python text, numbers or arrays to a numpy type; others are unchanged."""
-    cells = array.reshape(-1).tolist()
-    known = [value for value in cells if isinstance(value, str) or not is_blank(value)]
-    if all(isinstance(value, str) for value in known):
-        return np.array([v if isinstance(v, str) else "" for v in cells], str).reshape(array.shape)
-    if all(isinstance(value, Number | np.bool_) for value in known):
-        found = np.array([math.nan if is_blank(value) else value for value in cells])
-        found = found.reshape(array.shape)
-        return found.astype(float) if found.dtype.kind == "O" else found
-    if array.ndim == 1 and all(isinstance(value, np.ndarray | list) for value in known):
-        return np.stack([np.asarray(value) for value in cells])
-    return array
-
-
-def warn_of_channels(name: str, x: np.ndarray) -> None:
-    """Warn of images whose channels seem to be last."""
-    if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
-        _logger.warning(
-            "data set %s: a record has shape %s: models take an image as (channels, height, "
-            "width); if its channels come last, pass numpy.moveaxis(x, -1, 1)",
-            *(name, x.shape[1:]),
-        )
-
-
-_AXES: Final = {"class": 1, "number": 1, "several": 2, "pixels": None}
-
-
-def check_shapes(
-    name: str, end: str, x: np.ndarray, y: np.ndarray, *, least: int = 1, kind: str = "class"
-) -> None:
-    """Raise DataError unless x is [n, ...], y has a target's shape, and n >= least."""
-    axes = _AXES[kind]
-    if kind != "class" and (y.dtype.kind not in "biuf" or y.ndim != (axes or max(y.ndim, 2))):
-        raise DataError(
-            f"data set {name}: y{end} has type {y.dtype} and shape {y.shape}: expected numbers, "
-            f"{'[n]' if kind == 'number' else '[n, labels]' if axes else '[n, height, width]'}, as "
-            "the plan's task says"
-        )
-    plain = kind != "class" or y.ndim == 1
-    if x.ndim < 2 or not plain or len(x) != len(y) or len(y) < least or 0 in x.shape[1:]:
-        hint = "a single feature is a column, reshape(-1, 1)"
-        if x.ndim < 2 and x.dtype.kind == "U":
-            hint = "text becomes records as numbers of words, x [n, length] of integers"
-        elif not plain:
-            hint = (
-                "0 or 1 of each of several labels is task.kind = 'multi_label', a class for each "
-                "pixel 'segmentation', and one column that is 1 for its class y.argmax(1)"
-            )
-        raise DataError(
-            f"data set {name}: x{end} has shape {x.shape} and y{end} {y.shape}: expected [n, ...] "
-            f"and [n] with equal n >= {least} and at least one feature; {hint}"
-        )

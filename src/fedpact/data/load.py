@@ -12,7 +12,9 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -21,13 +23,20 @@ import torch
 from fedpact.common.errors import DataError, nearest
 from fedpact.common.format import counted
 from fedpact.common.user_code import is_handed
-from fedpact.data import inputs, public, targets
-from fedpact.data.cells import SUFFIXES, check_suffix, index_of, read_columns, read_npz
-from fedpact.data.dataset import Dataset
-from fedpact.data.inputs import columns_of, describe_value, of_arrays, read_input
+from fedpact.data import public, targets
+from fedpact.data.cells import SUFFIXES, check_suffix, read_npz
+from fedpact.data.columns import FileColumn, declared_columns
+from fedpact.data.dataset import Dataset, RecordFilter, left_out_error, with_columns
+from fedpact.data.inputs import check_shape, columns_of, read_declared, read_table
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
-from fedpact.data.sieve import RecordFilter, left_out_error
-from fedpact.data.tables import Table, check_columns, read_numbers
+from fedpact.data.tables import (
+    Table,
+    check_columns,
+    describe_value,
+    of_arrays,
+    read_numbers,
+    warn_of_channels,
+)
 from fedpact.data.tokens import is_next_token, is_tokens
 
 NAMES = (
@@ -47,6 +56,7 @@ _WITH_TEST = "+test"
 _ANY: Final = RecordForm()
 _logger = logging.getLogger("fedpact")
 _WHOLE: Final = (np.dtype(np.int64), np.dtype(np.int32))
+_SAME: Final[Mapping[str, FileColumn]] = MappingProxyType({})
 
 
 def load_dataset(
@@ -81,7 +91,8 @@ def load_dataset(
         )
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        return dataset_of(name, [of_file(Path(name), label, site, person, form)], classes, form)
+        table = read_table(Path(name), form, label, site, person)
+        return dataset_of(name, [table], classes, form)
     check_suffix(Path(name))
     if name not in NAMES and Path(name).is_dir():
         raise DataError(
@@ -104,13 +115,9 @@ def load_dataset(
         )
     if suffix == ".npz":
         arrays = read_npz(Path(name))
-        pair = (arrays["x_test"], arrays["y_test"]) if "x_test" in arrays else None
-        x, y, sites = arrays["x"], arrays["y"], arrays.get("site")
-        whose = arrays.get("person")
-        found = from_arrays(
-            x, y, name=name, classes=classes, site=sites, person=whose, test=pair, form=form
-        )
-        return with_columns(found, form)
+        test = arrays.pop("x_test", None), arrays.pop("y_test", None)
+        pair = None if test[0] is None else test
+        return from_arrays(**arrays, name=name, classes=classes, test=pair, form=form)
     if classes is not None and (name in NAMES or made):
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
     if name == "adult":
@@ -165,71 +172,31 @@ def from_arrays(
     return dataset_of(name, tables, classes, form)
 
 
-def of_file(
-    path: Path,
-    label: str | None,
-    site: str | None = None,
-    person: str | None = None,
-    form: RecordForm = _ANY,
-    shape: tuple[int, ...] | None = None,
-) -> Table:
-    """Return the table in a .csv file with a header line, or in a .parquet file.
-
-    label, site, person: their columns. form: selects the features. shape: of records that are
-    arrays or images, as for `with_arrays`. Raises DataError: missing file or column, or unreadable
-    file.
-    """
-    columns, broken = read_columns(path)
-    roles = label, site, person
-    table = inputs.table_of(f"data file {path}", columns, *roles, broken, form, index_of(path))
-    return inputs.with_arrays(table, form, shape)
-
-
-def with_columns(data: Dataset, form: RecordForm) -> Dataset:
-    """Return a data set with the columns that a declaration names; dropped ones may be missing.
-
-    Raises DataError: missing columns, or columns without names.
-    """
-    if form.features is None and not form.drop:
-        return data
-    if not data.features:
-        alone = data.column is not None and data.column not in form.drop
-        if alone and form.features in (None, [data.column]):
-            return data
-        raise DataError(
-            f"data set {data.name} is no table: records.features = {form.features} and "
-            f"records.drop = {form.drop} expect columns by name; leave columns out of its arrays"
-        )
-    wanted = form.features or [name for name in data.features if name not in form.drop]
-    if not set(wanted) <= set(data.features) or not wanted:
-        raise DataError(
-            f"data set {data.name} has the columns {', '.join(data.features)}: "
-            f"records.features = {form.features} and records.drop = {form.drop} leave "
-            f"{', '.join(wanted) or 'none'}; name columns that it has"
-        )
-    places = [data.features.index(name) for name in wanted]
-    x_test = None if data.x_test is None else data.x_test[:, places]
-    return replace(data, x=data.x[:, places], x_test=x_test, features=tuple(wanted))
-
-
 def dataset_of(
-    name: str, tables: Sequence[Table], classes: Sequence[str] | None, form: RecordForm
+    name: str,
+    tables: Sequence[Table],
+    classes: Sequence[str] | None,
+    form: RecordForm,
+    at_site: str | None = None,
 ) -> Dataset:
     """Return the valid records of tables, with a warning about the others.
 
     tables: the training records, and optionally a public test set. classes: the labels' names in
-    order; None: those that are found. Raises DataError: no record is left, or invalid labels.
+    order; None: those that are found. at_site: the declared type, "float32" or "int64", of the
+    records of a deployed site, all of which may be left out, and no value of which is told; None
+    for a simulation's. Raises DataError: no record is left, or invalid labels.
     """
-    values = "int64" if form.vocabulary else "float32"
-    if isinstance(tables[0].x, np.ndarray):
-        inputs.warn_of_channels(name, tables[0].x)
-        values = "int64" if tables[0].x.dtype in _WHOLE else values
-    sieves = [table.filter() for table in tables]
-    xs = [read_numbers(t, form, values, sieve) for t, sieve in zip(tables, sieves, strict=True)]
-    _check_left(sieves)
-    each = zip(tables, xs, sieves, strict=True)
-    tables = [targets.token_labels(table, x, form, sieve) for table, x, sieve in each]
-    main, sieve = tables[0], sieves[0]
+    values = at_site
+    if values is None:
+        values = "int64" if form.vocabulary else "float32"
+        if isinstance(tables[0].x, np.ndarray):
+            warn_of_channels(name, tables[0].x)
+            values = "int64" if tables[0].x.dtype in _WHOLE else values
+    xs = [read_numbers(table, form, values) for table in tables]
+    if not at_site:
+        _check_left(tables)
+    tables = [targets.token_labels(table, x, form) for table, x in zip(tables, xs, strict=True)]
+    main, sieve = tables[0], tables[0].sieve
     if classes is None and is_next_token(main.roles.get("label")):
         if not form.vocabulary:
             raise DataError(
@@ -237,20 +204,22 @@ def dataset_of(
                 "tokens as records.vocabulary (records={'vocabulary': 30522} in Python)"
             )
         classes = [str(token) for token in range(form.vocabulary)]
-    classes = classes or main.titles or targets.find_classes(name, tables, sieves, form)
+    classes = classes or main.titles or targets.find_classes(name, tables, form)
     names = tuple(map(str, classes))
-    targets.check_several(name, names, main, form)
-    ys = [targets.read_labels(t, names, form, s) for t, s in zip(tables, sieves, strict=True)]
-    site = None if main.site is None else targets.read_sites(main, sieve)
+    if not at_site:
+        targets.check_several(name, names, main, form)
+    ys = [targets.read_labels(table, names, form) for table in tables]
+    site = None if main.site is None else targets.read_sites(main)
     person = None
     if main.person is not None:
         person = targets.persons_of(main.person, sieve, main.roles.get("person", "person"))
-    _check_left(sieves)
-    for one in sieves:
-        one.warn(values=True)
+    if not at_site:
+        _check_left(tables)
+    for table in tables:
+        table.sieve.warn(values=not at_site)
     parts = [
-        (torch.from_numpy(x[one.good]), torch.from_numpy(y[one.good]))
-        for x, y, one in zip(xs, ys, sieves, strict=True)
+        (torch.from_numpy(x[table.sieve.good]), torch.from_numpy(y[table.sieve.good]))
+        for table, x, y in zip(tables, xs, ys, strict=True)
     ]
     kept = sieve.good.nonzero()[0]
     told = ", ".join(main.features) or counted(len(kept), "record")
@@ -268,13 +237,108 @@ def dataset_of(
         sieve=sieve,
     )
     object.__setattr__(found, "form", form)
-    return found
+    return found if main.features else with_columns(found, form)
 
 
-def _check_left(sieves: Sequence[RecordFilter]) -> None:
-    for sieve in sieves:
-        if not sieve.good.any():
-            raise left_out_error(sieve)
+def _check_left(tables: Sequence[Table]) -> None:
+    for table in tables:
+        if not table.sieve.good.any():
+            raise left_out_error(table.sieve)
+
+
+def load_site(
+    path: Path,
+    label: str | None,
+    classes: Sequence[str],
+    shape: tuple[int, ...],
+    values: str,
+    form: RecordForm,
+    person: str | None = None,
+    features: tuple[str, ...] = (),
+    sources: Mapping[str, FileColumn] = _SAME,
+) -> tuple[Dataset, RecordFilter]:
+    """Return the records x [n, *shape], y [n] of a site's own file, and which are left out.
+
+    Nothing that leaves a site may reveal that a record was faulty: one that does not fit is left
+    out, whatever is wrong with it, and so may all of them be: n >= 0. It is named in the log of
+    this machine, without its values, and nowhere else.
+
+    path: a .csv, .parquet or .npz file. features: the columns of a table in the order of the
+    numbers of a record, which is the same at all sites, in whatever order a file has them; an .npz
+    file has them in this one. A table's other columns count for nothing. sources: of which columns
+    of a table, in which units and words, the declared ones are made; without one a column is the
+    file's of the same name. label: among the declared names. person: the column, or in an .npz the
+    array, that names each record's person; None: not used. classes, shape, values ("float32" or
+    "int64"), form: as the federation declares them.
+    Raises DataError: the file as a whole is of another form, or not there.
+    """
+    is_table, convert = path.suffix.lower() in (".csv", ".parquet"), None
+    if not is_table:
+        _check_site_arrays(path, label, classes, form, features, sources)
+    elif features and label is not None:
+        wanted = [*features, label, *([] if person is None else [person])]
+        convert = partial(declared_columns, wanted=wanted, sources=sources)
+    if values == "int64" and len(shape) == 2:
+        # Tokens, of one length, however long the longest of them is.
+        form = form.model_copy(update={"length": shape[-1]})
+    roles = label, None, person
+    table, form = read_declared(path, form, roles, shape, features, convert=convert)
+    whose = table.person if person == table.roles.get("person", "person") else None
+    if person is not None and whose is None:
+        raise DataError(
+            f"data file {path} holds no array {person!r}, which federation.toml names as what says "
+            "whose a record is: add it to the file"
+        )
+    in_order = len(table.features) < 2 or is_tokens(table.features)
+    if is_table and convert is None and (sources or not in_order):
+        raise DataError(
+            f"data file {path} has the columns {', '.join(table.features)}, and federation.toml "
+            "does not say in which order they make a record, so sites may differ: add features = "
+            '["...", ...], all of them, to the federation.toml of every party, in the order '
+            "that the files have had so far"
+        )
+    check_shape(table, shape, features, "federation.toml")
+    targets.check_places(str(path), form.target.kind, table.y, shape)
+    # Its sites are no site's business.
+    table = replace(table, person=whose, site=None)
+    found = dataset_of(str(path), [table], classes, form, values)
+    if not len(found.y):
+        _logger.warning("%s holds no record that is used: the site sends noise alone", path)
+    return found if table.features else replace(found, features=features), table.sieve
+
+
+def _check_site_arrays(
+    path: Path,
+    label: str | None,
+    classes: Sequence[str],
+    form: RecordForm,
+    features: Sequence[str],
+    sources: Mapping[str, FileColumn],
+) -> None:
+    """Raise DataError unless a site's arrays need no columns by name, and say what a label is."""
+    if sources:
+        raise DataError(
+            f"data file {path} is no table: [columns] of site.toml names {', '.join(sources)}, "
+            "and arrays have no columns by name; leave [columns] out, or write the records as "
+            ".csv or .parquet"
+        )
+    if not features and (form.drop or form.features is not None):
+        raise DataError(
+            f"data file {path} is no table: records.features = {form.features} and "
+            f"records.drop = {form.drop} of federation.toml expect columns by name; leave "
+            "columns out of the sites' arrays, and agree on a federation.toml without them"
+        )
+    if path.suffix.lower() != ".npz" or label is not None:
+        raise DataError(
+            f"records is {str(path)!r} with label = {label!r}: expected a file ending in "
+            f"{', '.join(SUFFIXES)}, and a label's column for .csv and .parquet alone"
+        )
+    if form.labels is None and targets.ambiguous(classes):
+        raise DataError(
+            f"data file {path}: the classes {', '.join(classes)} are named by other classes' "
+            'numbers, so a label in an array may mean two: set labels = "names" or "numbers" in '
+            "[records] of federation.toml"
+        )
 
 
 _BESIDE: Final = ("validation", "valid", "val", "dev")
@@ -312,19 +376,17 @@ def from_python(
     if isinstance(data, Mapping) and _is_split(data):
         test = _test_of(data) if test is None else test
         return from_python(data["train"], records, label, site, person, test, target)
-    main = read_input("data", data, form, label, site, person)
-    name = "table" if main.labels == "names" else "arrays"
-    main = replace(main, origin=name)
+    main = read_table(data, form, label, site, person)
+    main.sieve.origin = name = "table" if main.labels == "names" else "arrays"
     if test is None or main.features or main.column or isinstance(test, str | Path):
         found = dataset_of(name, [main], records.classes, form)
-        found = with_columns(found, form) if not main.features else found
         return found if test is None else _add_test(found, test, label, form)
     if columns_of(test) is not None:
         raise DataError(
             f"test is {describe_value(test)} beside records (x, y): expected a pair, too"
         )
-    tables = [main, read_input("test", test, form)]
-    return with_columns(dataset_of(name, tables, records.classes, form), form)
+    tables = [main, read_table(test, form, origin="test")]
+    return dataset_of(name, tables, records.classes, form)
 
 
 def _count_sites(data: Any) -> int:
@@ -350,25 +412,20 @@ def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) ->
     """
     if found.x_test is not None:
         raise DataError(f"data set {found.name} has a test set of its own: leave test out")
-    named = list(found.features) or (form.features if found.column is None else [found.column])
-    told = {"features": named, "drop": [], "columns": form.kept}
+    alone = form.features if found.column is None else [found.column]
+    own, is_path = form.choosing(found.features or alone), isinstance(test, str | Path)
     if is_tokens(found.features):
-        told["length"] = found.x.shape[-1]
-    own, classes = form.model_copy(update=told), list(found.classes)
-    if isinstance(test, str | Path):
-        column = label if Path(test).suffix.lower() in (".csv", ".parquet") else None
-        if column is None:
-            # Its columns have the order of training, whatever their names.
-            own = own.by_place(found.features)
-        beside = load_dataset(str(test), column, classes=classes, form=own)
-    else:
-        if (columns_of(test) is None) != (label is None):
-            table = "another table" if label else "a pair (x, y)"
-            raise DataError(
-                f"test is {describe_value(test)} beside data {found.name}: expected {table}"
-            )
-        table = read_input("the test table", test, own if label else form, label)
-        beside = dataset_of("test", [table], classes, own)
+        own = own.model_copy(update={"length": found.x.shape[-1]})
+    if is_path and Path(test).suffix.lower() not in (".csv", ".parquet"):
+        # Its columns have the order of training, whatever their names.
+        label, own = None, own.by_place(found.features)
+    if not is_path and (columns_of(test) is None) != (label is None):
+        table = "another table" if label else "a pair (x, y)"
+        raise DataError(
+            f"test is {describe_value(test)} beside data {found.name}: expected {table}"
+        )
+    table = read_table(test, own if label else form, label, origin="the test table")
+    beside = dataset_of("test", [table], found.classes, own)
     return replace(found, x_test=beside.x, y_test=beside.y)
 
 

@@ -49,6 +49,7 @@ from numpy.random import PCG64, Generator, SeedSequence
 from torch import Tensor
 
 from fedpact.common.errors import DataError
+from fedpact.data.cells import Columns
 from fedpact.data.dataset import Dataset
 from fedpact.data.download import SOURCES, Arrays, Source, load_cached, read_verified
 from fedpact.data.inputs import table_of
@@ -82,7 +83,7 @@ def adult_tables(form: RecordForm) -> list[Table]:
         kept = {n: some for n, some in zip(_COLUMNS, cells, strict=True) if n not in _LEFT_OUT}
         # The labels of the test records end with a full stop.
         kept["income"] = tuple(label.removesuffix(".") for label in kept["income"])
-        tables.append(table_of("data set adult", kept, "income", form=form))
+        tables.append(table_of("data set adult", Columns(kept), "income", form=form))
     return tables
 
 

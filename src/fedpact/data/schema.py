@@ -241,6 +241,11 @@ class RecordForm(ValueRange):
         """Return a column's own declaration, or the general one."""
         return self.columns.get(column, self)
 
+    def choosing(self, features: Sequence[str] | None) -> "RecordForm":
+        """Return the declaration of a table of which these columns are used, in this order."""
+        named = {"features": features and [*features], "drop": [], "columns": self.kept}
+        return self.model_copy(update=named)
+
     def by_place(self, features: Sequence[str]) -> "RecordForm":
         """Return the declaration of arrays with a table's numbers in its order.
 

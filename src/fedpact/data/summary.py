@@ -6,8 +6,9 @@ sharing it is a release.
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -70,36 +71,85 @@ class ColumnSummary:
     remark: str
 
 
-def summarise_column(name: str, cells: Cells, own: ValueRange | None = None) -> ColumnSummary:
-    """Summarise a column's cells [n]. own: its declaration, or None."""
-    found = _Cells.of(cells)
-    kind = found.kind
-    outside, remark = np.zeros(len(cells), bool), describe_text(cells) if kind == "text" else ""
-    if own is not None:
-        outside, remark = _beside(found, own, kind)
-    few = Counter(text for text in found.texts if text) if kind in ("text", "dates") else Counter()
-    low, median, high = found.spread((0.0, 0.5, 1.0)) if kind == "numbers" else (None,) * 3
-    count = max(len(cells), 1)
-    return ColumnSummary(
-        name,
-        kind,
-        *(low, median, high),
-        float(found.blank.sum() / count),
-        float(outside.sum() / count),
-        tuple(few.most_common(_SHOWN)),
-        len(few),
-        "" if own is None else describe_range(own),
-        remark,
-    )
+@dataclass(frozen=True)
+class ColumnCells:
+    """A column's cells as numbers x [n], NaN for others; a mask of blank ones; and the others.
+
+    words: row -> text of a cell that is neither a number nor blank.
+    """
+
+    name: str
+    cells: Cells
+    x: np.ndarray
+    blank: np.ndarray
+    words: Mapping[int, str]
+
+    @staticmethod
+    def of(name: str, cells: Cells | np.ndarray) -> "ColumnCells":
+        """Read the cells [n] of a column."""
+        if isinstance(cells, np.ndarray):
+            cells = _cells_of_array(cells)
+        x = to_numbers(cells)
+        if isinstance(cells, NumberCells):
+            return ColumnCells(name, cells, x, np.isnan(x), {})
+        blank = np.array([is_blank(cell) for cell in cells], bool)
+        odd = np.flatnonzero(np.isnan(x) & ~blank).tolist()
+        return ColumnCells(name, cells, x, blank, {row: text_of(cells[row]) for row in odd})
+
+    @property
+    def kind(self) -> str:
+        """What most cells hold; see `ColumnSummary`."""
+        here = int((~self.blank).sum())
+        if not here:
+            return "nothing"
+        if 2 * len(self.finite) >= here:
+            return "numbers"
+        return "dates" if 2 * sum(map(is_date, self.words.values())) >= here else "text"
+
+    @property
+    def finite(self) -> np.ndarray:
+        """The finite numbers, in their order."""
+        return self.x[np.isfinite(self.x)]
+
+    @cached_property
+    def texts(self) -> Counter[str]:
+        """How often each text occurs, numbers included."""
+        return Counter(text_of(cell) for cell in self.cells if not is_blank(cell))
+
+    def spread(self, *shares: float) -> list[float | None]:
+        """Return the quantiles of the finite numbers."""
+        finite = self.finite
+        if not finite.size:
+            return [None] * len(shares)
+        return [float(value) for value in np.quantile(finite, shares)]
+
+    def summary(self, own: ValueRange | None = None) -> ColumnSummary:
+        """Summarise the column. own: its declaration, or None."""
+        kind, count = self.kind, max(len(self.x), 1)
+        outside, remark = np.zeros(0, bool), describe_form(self.texts) if kind == "text" else ""
+        if own is not None:
+            outside, remark = _beside(self, own, kind)
+        low, median, high = self.spread(0.0, 0.5, 1.0) if kind == "numbers" else (None,) * 3
+        few = Counter(self.words.values() if kind in ("text", "dates") else ())
+        return ColumnSummary(
+            self.name,
+            kind,
+            *(low, median, high),
+            float(self.blank.sum() / count),
+            float(outside.sum() / count),
+            tuple(few.most_common(_SHOWN)),
+            len(few),
+            "" if own is None else describe_range(own),
+            remark,
+        )
 
 
 def summarise_array(x: np.ndarray, form: RecordForm) -> list[ColumnSummary]:
     """Summarise records x [n, ...]: by column if they are rows, otherwise all values together."""
     if x.ndim == 2 and x.shape[1] <= 50:
-        return [
-            summarise_column(str(k), _numbers(x[:, k]), form.of(str(k))) for k in range(x.shape[1])
-        ]
-    return [summarise_column("all values", _numbers(x.reshape(-1)), form)]
+        columns = [ColumnCells.of(str(k), x[:, k]) for k in range(x.shape[1])]
+        return [one.summary(form.of(one.name)) for one in columns]
+    return [ColumnCells.of("all values", x.reshape(-1)).summary(form)]
 
 
 def describe_range(own: ValueRange) -> str:
@@ -115,76 +165,39 @@ def describe_range(own: ValueRange) -> str:
     return "any number"
 
 
-@dataclass(frozen=True)
-class _Cells:
-    """Cells as numbers x [n], NaN otherwise; a mask of blank ones; and text, if there is any."""
-
-    x: np.ndarray
-    blank: np.ndarray
-    texts: Sequence[str]
-    cells: Cells
-
-    @staticmethod
-    def of(cells: Cells) -> "_Cells":
-        if isinstance(cells, NumberCells):
-            x = cells.floats()
-            return _Cells(x, np.isnan(x), [], cells)
-        x = to_numbers(cells)
-        blank = np.array([is_blank(cell) for cell in cells], bool)
-        odd = np.isnan(x) & ~blank
-        texts = [text_of(cell) if bad else "" for cell, bad in zip(cells, odd, strict=True)]
-        return _Cells(x, blank, texts, cells)
-
-    @property
-    def kind(self) -> str:
-        here = int((~self.blank).sum())
-        if not here:
-            return "nothing"
-        if 2 * np.isfinite(self.x).sum() >= here:
-            return "numbers"
-        texts = [text for text in self.texts if text]
-        return "dates" if 2 * sum(map(is_date, texts)) >= here else "text"
-
-    def spread(self, shares: tuple[float, ...]) -> list[float | None]:
-        """Return the quantiles of the finite numbers."""
-        finite = self.x[np.isfinite(self.x)]
-        if not finite.size:
-            return [None] * len(shares)
-        return [float(value) for value in np.quantile(finite, shares)]
-
-
 def is_date(text: str) -> bool:
     """Whether a text is a date or a time in a usual format."""
     return _DATE.fullmatch(text) is not None
 
 
-def describe_text(cells: Sequence[Any]) -> str:
-    """Describe the number format of most text cells, with a remedy; "" for none."""
-    texts = [text_of(cell) for cell in cells if not is_blank(cell)]
-    counts = [sum(re.fullmatch(form, text) is not None for text in texts) for form, _ in _WRITTEN]
+def describe_form(texts: Counter[str]) -> str:
+    """Describe the number format of most texts, with a remedy; "" for none."""
+    counts = [
+        sum(count for text, count in texts.items() if re.fullmatch(form, text))
+        for form, _ in _WRITTEN
+    ]
     best = int(np.argmax(counts))
-    few = best == len(_WRITTEN) - 1 and len({*texts}) <= _FEW  # categories such as "1a", "2b"
-    return _WRITTEN[best][1] if 2 * counts[best] > len(texts) and not few else ""
+    few = best == len(_WRITTEN) - 1 and len(texts) <= _FEW  # categories such as "1a", "2b"
+    return _WRITTEN[best][1] if 2 * counts[best] > texts.total() and not few else ""
 
 
-def describe_codes(name: str, cells: Cells) -> str:
+def describe_codes(found: ColumnCells) -> str:
     """Describe integers that are codes or identifiers instead of measurements; "" for others."""
-    x = to_numbers(cells)
-    x = x[np.isfinite(x)]
+    x = found.finite
     if len(x) < _FEW or not (x == np.rint(x)).all():
         return ""
     month, day = x // 100 % 100, x % 100
     as_date = (x > 19e6) & (x < 21.1e6) & (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
     if as_date.mean() > 0.9:
         return "dates such as 20240131. Convert them, for example to days since a fixed day"
-    if any(isinstance(cell, str) and re.fullmatch(r"0\d+", cell.strip()) for cell in cells):
+    if any(isinstance(cell, str) and re.fullmatch(r"0\d+", cell.strip()) for cell in found.cells):
         return "codes with leading zeros, such as postal codes"
     if len(np.unique(x)) < len(x) or len(x) < 2 * _FEW:
         return ""
     dense = x.max() - x.min() < 100 * len(x)
     return (
         "whole numbers that differ in every row, such as a case number or a time"
-        if dense or x.min() >= 1e8 or _IDENTIFIER.search(name)
+        if dense or x.min() >= 1e8 or _IDENTIFIER.search(found.name)
         else ""
     )
 
@@ -266,33 +279,35 @@ def _find_code(x: np.ndarray) -> float | None:
     return None
 
 
-def _numbers(values: np.ndarray) -> Cells:
+def _cells_of_array(values: np.ndarray) -> Cells:
     if values.dtype.kind == "U":
         return values.tolist()
     return NumberCells(values, np.zeros(len(values), bool))
 
 
-def _beside(found: _Cells, own: ValueRange, kind: str) -> tuple[np.ndarray, str]:
+def _beside(found: ColumnCells, own: ValueRange, kind: str) -> tuple[np.ndarray, str]:
     """Return the mask of cells that do not match the declaration, bool [n], and a remark."""
     if isinstance(own, Column) and own.categories is not None:
         return _beside_categories(found, own)
     wrong = np.isnan(found.x) & ~found.blank
+    how = describe_form(Counter(found.words.values()))
+    how = ": Write days since a fixed day" if kind == "dates" else f": {how}" if how else ""
     if kind in ("text", "dates"):
-        return wrong, f"{kind}, declared as numbers"
+        return wrong, f"{kind}, declared as numbers{how}"
     low = -np.inf if own.low is None else np.float32(own.low)
     high = np.inf if own.high is None else np.float32(own.high)
     with np.errstate(over="ignore", invalid="ignore"):
         x = found.x.astype(np.float32)
         outside = wrong | (x < low) | (x > high)
     remark = _other_unit(found, own, float(outside.sum() / max((~found.blank).sum(), 1)))
-    if not remark and wrong.any():
-        remark = f"{int(wrong.sum())} cells are no numbers"
+    if how or (wrong.any() and not remark):
+        remark = f"{int(wrong.sum())} cells are no numbers{how}"
     return outside, remark
 
 
-def _other_unit(found: _Cells, own: ValueRange, outside: float) -> str:
+def _other_unit(found: ColumnCells, own: ValueRange, outside: float) -> str:
     """Ask whether a column is in another unit than declared; "" if it does not look so."""
-    first, median, last = found.spread((0.01, 0.5, 0.99))
+    first, median, last = found.spread(0.01, 0.5, 0.99)
     if median is None or first is None or last is None:
         return ""
     told = f"declared {describe_range(own)}: different unit?"
@@ -311,7 +326,7 @@ def _other_unit(found: _Cells, own: ValueRange, outside: float) -> str:
     return ""
 
 
-def _beside_categories(found: _Cells, own: Column) -> tuple[np.ndarray, str]:
+def _beside_categories(found: ColumnCells, own: Column) -> tuple[np.ndarray, str]:
     names = own.names
     if names is None:
         known = np.isin(found.x.astype(np.float32), np.array(own.categories, np.float32))

@@ -6,19 +6,24 @@ label leaves one record out and is reported to the records' owner; it never stop
 would reveal it to others.
 """
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any, Final
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import Cells, beyond_floats, find_named, is_blank, to_numbers
+from fedpact.data.cells import Cells, beyond_floats, cells_of, find_named, is_blank, to_numbers
+from fedpact.data.dataset import MISSING, RecordFilter
 from fedpact.data.schema import Column, RecordForm, ValueRange
-from fedpact.data.sieve import MISSING, RecordFilter
 from fedpact.data.tokens import is_tokens, read_tokens
 
+_logger = logging.getLogger("fedpact")
 _LARGEST: Final = 2**53  # whole numbers from here on are rounded by floats
 
 
@@ -26,20 +31,19 @@ _LARGEST: Final = 2**53  # whole numbers from here on are rounded by floats
 class Table:
     """Records before conversion to numbers.
 
-    origin: their name in errors. x: for a table name -> cells [n] of the features in order; for
-    arrays one of them, [n, ...]. y: the labels [n, ...]; site, person: the names [n]; None without.
-    broken: row from 0 -> its fault as a whole. roles: the names of the columns "label", "site" and
-    "person". column: the column whose cells are the arrays x. titles: the names of the classes that
-    y numbers. labels: the meaning of labels if the declaration has none, "names", "numbers", or
-    None: see `class_numbers`.
+    sieve: which of them are left out; rows count from 1 in a table, from 0 in an array. x: for a
+    table name -> cells [n] of the features in order; for arrays one of them, [n, ...]. y: the
+    labels [n, ...]; site, person: the names [n]; None without. roles: the names of the columns
+    "label", "site" and "person". column: the column whose cells are the arrays x. titles: the names
+    of the classes that y numbers. labels: the meaning of labels if the declaration has none,
+    "names", "numbers", or None: see `class_numbers`.
     """
 
-    origin: str
+    sieve: RecordFilter
     x: Mapping[str, Cells] | np.ndarray
     y: Any = None
     site: Any = None
     person: Any = None
-    broken: Mapping[int, str] | None = None
     roles: Mapping[str, str] = field(default_factory=lambda: {"label": "y"})
     column: str | None = None
     titles: Sequence[str] | None = None
@@ -51,59 +55,51 @@ class Table:
         return () if isinstance(self.x, np.ndarray) else tuple(self.x)
 
     @property
-    def count(self) -> int:
-        """The number of records."""
-        return len(self.x if isinstance(self.x, np.ndarray) else next(iter(self.x.values())))
+    def shape(self) -> tuple[int, ...]:
+        """A record's shape; the number of columns for a table."""
+        return self.x.shape[1:] if isinstance(self.x, np.ndarray) else (len(self.x),)
 
-    def filter(self) -> RecordFilter:
-        """Return a filter of these records. Rows count from 1 in a table, from 0 in an array."""
-        sieve = RecordFilter(self.origin, self.count, int(not isinstance(self.x, np.ndarray)))
-        for row, why in (self.broken or {}).items():
-            sieve.leave_out(row, "", why)
-        return sieve
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Numbers as given, x [n, ...], with names for the positions in a record.
-
-    value: (row, position in a flattened record) -> the value in the file.
-    """
-
-    x: np.ndarray
-    sieve: RecordFilter
-    name: Callable[[int], str]
-    value: Callable[[int, int], Any]
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of a record; () if it is no row of numbers."""
+        return self.features or tuple(map(str, range(*self.shape)) if len(self.shape) == 1 else ())
 
     def mark(self, bad: np.ndarray, why: str, part: Any = ..., *, out: bool = True) -> None:
         """Leave out the records with a bad value, bool like x[part]; or note a clamped one."""
         if not bad.any():
             return
-        whole = np.zeros(self.x.shape, bool)
+        whole = np.zeros((self.sieve.count, *self.shape), bool)
         whole[part] = bad
         flat = whole.reshape(len(whole), -1)
+        x, names, note = self.x, self.names, self.sieve.leave_out if out else self.sieve.clamp
         for row in np.flatnonzero(flat.any(1)).tolist():
             place = int(flat[row].argmax())
-            note = self.sieve.leave_out if out else self.sieve.clamp
-            note(row, self.name(place), why, self.value(row, place))
+            index = tuple(map(int, np.unravel_index(place, self.shape)))
+            value = x[row][index].item() if isinstance(x, np.ndarray) else x[names[place]][row]
+            note(row, names[place] if names else str(index), why, value)
 
 
-def read_numbers(table: Table, form: RecordForm, values: str, sieve: RecordFilter) -> np.ndarray:
+def read_numbers(table: Table, form: RecordForm, values: str) -> np.ndarray:
     """Return the features of records, [n, d] for a table and [n, ...] for arrays; see `Table`.
 
     For tokenised text they are [n, rows, T]; see tokens. values: their type, "float32" or "int64".
-    Faults of records are added to the sieve. Raises DataError: a declared column is missing, or has
-    text categories in an array.
+    Faults of records are added to the table's filter. Raises DataError: a declared column is
+    missing, or has text categories in an array.
     """
+    if not isinstance(table.x, np.ndarray) and is_tokens(table.features):
+        return read_tokens(table.x, form.length, form.vocabulary, table.sieve)
+    check_columns(table.sieve.origin, form, table.names)
     if isinstance(table.x, np.ndarray):
-        return _numbers_of_array(table.x, form, values, sieve)
-    features = table.features
-    if is_tokens(features):
-        return read_tokens(table.x, form.length, form.vocabulary, sieve)
-    check_columns(sieve.origin, form, features)
-    columns = list(table.x.values())
-    x = np.empty((table.count, len(features)))
-    for k, (name, cells) in enumerate(table.x.items()):
+        x = _of_array(table, table.x, form)
+    else:
+        x = _of_columns(table.x, form, table.sieve)
+    return _convert_numbers(table, x, form, values)
+
+
+def _of_columns(columns: Mapping[str, Cells], form: RecordForm, sieve: RecordFilter) -> np.ndarray:
+    """Return cells as float64 [n, d]; those that are no numbers leave their record out."""
+    x = np.empty((sieve.count, len(columns)))
+    for k, (name, cells) in enumerate(columns.items()):
         own = form.of(name)
         words = isinstance(own, Column) and own.names is not None
         x[:, k] = _places(cells, own) if isinstance(own, Column) and words else to_numbers(cells)
@@ -114,39 +110,27 @@ def read_numbers(table: Table, form: RecordForm, values: str, sieve: RecordFilte
                 x[row, k] = fill
             else:
                 sieve.leave_out(row, name, MISSING if blank else why, cells[row])
-    source = _Source(x, sieve, features.__getitem__, lambda row, k: columns[k][row])
-    return _convert_numbers(source, form, values, features)
+    return x
 
 
-def _numbers_of_array(
-    x: np.ndarray, form: RecordForm, values: str, sieve: RecordFilter
-) -> np.ndarray:
-    features = [str(k) for k in range(x.shape[1])] if x.ndim == 2 else []
-    check_columns(sieve.origin, form, features)
+def _of_array(table: Table, x: np.ndarray, form: RecordForm) -> np.ndarray:
+    """Return an array x [n, ...] with numbers for text, and filled."""
     if any(column.names for column in form.columns.values()):
         raise DataError(
-            f"data set {sieve.origin}: records.columns declares categories in text: expected "
+            f"data set {table.sieve.origin}: records.columns declares categories in text: expected "
             "numbers for what an array holds; write the records as .csv or .parquet, or number them"
         )
-    shape, numbers = x.shape[1:], x
+    numbers = x
     if x.dtype.kind == "U":
         numbers = to_numbers(x.reshape(-1).tolist()).reshape(x.shape)
     if x.dtype.kind in "Uf" and (blank := np.isnan(numbers)).any():
         if x.dtype.kind == "U":
             blank &= np.vectorize(is_blank, [bool])(x)
         numbers = numbers.copy()
-        for part, own in _declared(form, features):
+        for part, own in _declared(form, table.names):
             if (fill := own.number(own.fill)) is not None:
                 numbers[part][blank[part]] = fill
-
-    def name(place: int) -> str:
-        index = tuple(map(int, np.unravel_index(place, shape)))
-        return str(index[0]) if len(index) == 1 else str(index)
-
-    def value(row: int, place: int) -> Any:
-        return x[row].reshape(-1)[place].item()
-
-    return _convert_numbers(_Source(numbers, sieve, name, value), form, values, features)
+    return numbers
 
 
 def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> None:
@@ -169,37 +153,34 @@ def _declared(form: RecordForm, features: Sequence[str]) -> Iterator[tuple[Any, 
         yield (slice(None), slice(k, k + 1)), form.of(name)
 
 
-def _convert_numbers(
-    source: _Source, form: RecordForm, values: str, features: Sequence[str]
-) -> np.ndarray:
+def _convert_numbers(table: Table, given: np.ndarray, form: RecordForm, values: str) -> np.ndarray:
     """Return numbers in their declared type, with values out of range clamped or marked."""
     if values == "int64":
-        x = _whole(source)
+        x = _whole(table, given)
     else:
-        source.mark(~np.isfinite(source.x), "is not a finite number")
-        wide = source.x.dtype.itemsize >= 8
+        table.mark(~np.isfinite(given), "is not a finite number")
+        wide = given.dtype.itemsize >= 8
         with np.errstate(over="ignore"):
             # Through float64, as in a column with text or missing values: an integer of 60 bits
             # may differ if it is rounded only once.
-            x = np.array(np.asarray(source.x, np.float64) if wide else source.x, np.float32)
+            x = np.array(np.asarray(given, np.float64) if wide else given, np.float32)
     if form.vocabulary is not None:
-        source.mark((x < 0) | (x >= form.vocabulary), f"is not one of {form.vocabulary} words")
-    for part, own in _declared(form, features):
-        _keep_range(source, x, part, own)
-    source.mark(~np.isfinite(x), "is not a finite number")
+        table.mark((x < 0) | (x >= form.vocabulary), f"is not one of {form.vocabulary} words")
+    for part, own in _declared(form, table.names):
+        _keep_range(table, x, part, own)
+    table.mark(~np.isfinite(x), "is not a finite number")
     return x
 
 
-def _whole(source: _Source) -> np.ndarray:
+def _whole(table: Table, x: np.ndarray) -> np.ndarray:
     """Return int64, with 0 for values that are not integers."""
-    x = source.x
     with np.errstate(invalid="ignore"):
         good = (x > -_LARGEST) & (x < _LARGEST) & (x.dtype.kind != "f" or np.rint(x) == x)
-    source.mark(~good, "is not a whole number below 2^53")
+    table.mark(~good, "is not a whole number below 2^53")
     return np.where(good, x, 0).astype(np.int64)
 
 
-def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> None:
+def _keep_range(table: Table, x: np.ndarray, part: Any, own: ValueRange) -> None:
     """Clamp values out of range in x, or mark them, as declared."""
     some = x[part]
     if isinstance(own, Column) and own.categories is not None:
@@ -207,7 +188,7 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> N
             known = np.isin(some, np.array(own.categories).astype(x.dtype))
             other = own.number(own.other)
             if other is None:
-                source.mark(~known, "is not one of its declared categories", part)
+                table.mark(~known, "is not one of its declared categories", part)
             else:
                 # Values that are not numbers are already left out.
                 x[part] = np.where(known | ~np.isfinite(some), some, other)
@@ -218,7 +199,7 @@ def _keep_range(source: _Source, x: np.ndarray, part: Any, own: ValueRange) -> N
     with np.errstate(invalid="ignore"):
         beyond = (some < low) | (some > high)
     if beyond.any():
-        source.mark(beyond, "is beyond its declared range", part, out=not own.clamp)
+        table.mark(beyond, "is beyond its declared range", part, out=not own.clamp)
         if own.clamp:
             # The other values keep their bits, whether or not some are out of range.
             x[part] = np.where(beyond, np.clip(some, low, high), some)
@@ -250,3 +231,133 @@ def _places(cells: Cells, own: Column) -> np.ndarray:
         for cell in cells
     ]
     return np.array(found, np.float64)
+
+
+def of_arrays(
+    origin: str,
+    x: Any,
+    y: Any,
+    form: RecordForm,
+    site: Any = None,
+    person: Any = None,
+    end: str = "",
+    titles: Sequence[str] | None = None,
+    least: int = 1,
+) -> Table:
+    """Return arrays x [n, ...] and, unless y is None, y [n, ...]. end: of their names in errors.
+
+    least: the smallest number of records. Raises DataError: not arrays, or shapes that do not match
+    each other or the declaration.
+    """
+    x, given = array_of(origin, "x" + end, x), y
+    if given is not None:
+        y = labels_of(origin, "y" + end, given, form.target.kind, x.ndim)
+        check_shapes(origin, end, x, y, least=least, kind=form.target.kind)
+    site, person = (
+        v if v is None or isinstance(v, np.ndarray) else cells_of(v) for v in (site, person)
+    )
+    sieve, labels = (
+        RecordFilter(origin, x.shape[0] if x.ndim else 0),
+        None if titles is None else "numbers",
+    )
+    return Table(sieve, x, y, site, person, titles=titles, labels=labels)
+
+
+def describe_value(data: Any) -> str:
+    """Describe an unusable object for an error."""
+    return f"a {type(data).__module__}.{type(data).__qualname__}"
+
+
+def array_of(name: str, what: str, values: Any) -> np.ndarray:
+    """Return numbers or text as an array. Raises DataError: other values.
+
+    Arrays of objects become text or numbers; None, pandas' <NA> and masked values are missing
+    numbers. The array is contiguous, as a model may use `view`.
+    """
+    try:
+        if isinstance(values, Tensor):
+            values = values.detach().cpu()
+            # numpy has no such type.
+            values = values.float() if values.dtype == torch.bfloat16 else values
+        if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+            covered, values = np.ma.getmaskarray(values), values.data.astype(object)
+            values[covered] = None
+        array = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
+        array = _plain(array) if array.dtype.kind in "OT" else array
+        array = np.ascontiguousarray(array) if array.ndim else array
+    except (TypeError, ValueError, RuntimeError) as error:  # the last as of a tensor on "meta"
+        raise DataError(
+            f"data set {name}: {what} is no array ({error}): expected rows of equal length"
+        ) from error
+    if array.dtype.kind not in "biufU":
+        raise DataError(
+            f"data set {name}: {what} is {describe_value(values)} of type {array.dtype}: expected "
+            "an array of numbers, or strings for labels; convert it first, as with x.toarray() of "
+            "a sparse matrix"
+        )
+    return array
+
+
+def labels_of(name: str, what: str, values: Any, kind: str, axes: int) -> np.ndarray:
+    """Return labels as an array, without a superfluous axis of length 1. axes: those of x.
+
+    For classes and numbers that is [n, 1], for pixels [n, 1, h, w] with images.
+    """
+    y = array_of(name, what, values)
+    most = {"class": 2, "number": 2, "pixels": 4 if axes == 4 else 0}.get(kind)
+    return y[:, 0] if y.ndim == most and y.shape[1] == 1 else y
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Convert an array of Python text, numbers or arrays to a numpy type; others are unchanged."""
+    cells = array.reshape(-1).tolist()
+    known = [value for value in cells if isinstance(value, str) or not is_blank(value)]
+    if all(isinstance(value, str) for value in known):
+        return np.array([v if isinstance(v, str) else "" for v in cells], str).reshape(array.shape)
+    if all(isinstance(value, Number | np.bool_) for value in known):
+        found = np.array([math.nan if is_blank(value) else value for value in cells])
+        found = found.reshape(array.shape)
+        return found.astype(float) if found.dtype.kind == "O" else found
+    if array.ndim == 1 and all(isinstance(value, np.ndarray | list) for value in known):
+        return np.stack([np.asarray(value) for value in cells])
+    return array
+
+
+def warn_of_channels(name: str, x: np.ndarray) -> None:
+    """Warn of images whose channels seem to be last."""
+    if x.ndim == 4 and x.shape[-1] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+        _logger.warning(
+            "data set %s: a record has shape %s: models take an image as (channels, height, "
+            "width); if its channels come last, pass numpy.moveaxis(x, -1, 1)",
+            *(name, x.shape[1:]),
+        )
+
+
+_AXES: Final = {"class": 1, "number": 1, "several": 2, "pixels": None}
+
+
+def check_shapes(
+    name: str, end: str, x: np.ndarray, y: np.ndarray, *, least: int = 1, kind: str = "class"
+) -> None:
+    """Raise DataError unless x is [n, ...], y has a target's shape, and n >= least."""
+    axes = _AXES[kind]
+    if kind != "class" and (y.dtype.kind not in "biuf" or y.ndim != (axes or max(y.ndim, 2))):
+        raise DataError(
+            f"data set {name}: y{end} has type {y.dtype} and shape {y.shape}: expected numbers, "
+            f"{'[n]' if kind == 'number' else '[n, labels]' if axes else '[n, height, width]'}, as "
+            "the plan's task says"
+        )
+    plain = kind != "class" or y.ndim == 1
+    if x.ndim < 2 or not plain or len(x) != len(y) or len(y) < least or 0 in x.shape[1:]:
+        hint = "a single feature is a column, reshape(-1, 1)"
+        if x.ndim < 2 and x.dtype.kind == "U":
+            hint = "text becomes records as numbers of words, x [n, length] of integers"
+        elif not plain:
+            hint = (
+                "0 or 1 of each of several labels is task.kind = 'multi_label', a class for each "
+                "pixel 'segmentation', and one column that is 1 for its class y.argmax(1)"
+            )
+        raise DataError(
+            f"data set {name}: x{end} has shape {x.shape} and y{end} {y.shape}: expected [n, ...] "
+            f"and [n] with equal n >= {least} and at least one feature; {hint}"
+        )

@@ -25,8 +25,8 @@ from fedpact.common.errors import DataError
 from fedpact.common.losses import UNLABELLED
 from fedpact.data import cells
 from fedpact.data.cells import Cells, NumberCells, is_blank, text_of
+from fedpact.data.dataset import NO_NUMBER, RecordFilter
 from fedpact.data.schema import LabelForm, RecordForm
-from fedpact.data.sieve import NO_NUMBER, RecordFilter
 from fedpact.data.tables import Table
 from fedpact.data.tokens import is_tokens, read_token_labels
 
@@ -38,9 +38,7 @@ REGRESSION: Final = "is this task.kind = 'regression', with task.range = [low, h
 _logger = logging.getLogger("fedpact")
 
 
-def find_classes(
-    name: str, tables: Sequence[Table], sieves: Sequence[RecordFilter], form: RecordForm
-) -> tuple[str, ...]:
+def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[str, ...]:
     """Return the class names of the used training and test records.
 
     Raises DataError: the labels are not class numbers.
@@ -60,8 +58,8 @@ def find_classes(
     if named or labels[0].dtype.kind == "U":
         pairs = [
             (text_of(label), good or not named)
-            for y, sieve in zip(labels, sieves, strict=True)
-            for label, good in zip(y.flat if not named else y, sieve.good.tolist(), strict=True)
+            for table, y in zip(tables, labels, strict=True)
+            for label, good in zip(y if named else y.flat, table.sieve.good.tolist(), strict=True)
         ]
         return sort_names(name, [label for label, good in pairs if good])
     marked = [y[np.isfinite(y)] for y in labels]
@@ -95,23 +93,15 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
         numbers = [float(name) for name in whole]
     except ValueError:
         _check_many(name, names, len(given), "is it the column of the labels")
-        _check_spelled(name, names)
+        for several in cells.alike_names(names):
+            _logger.warning(
+                "data set %s: labels %s are %d classes: write them alike if they mean one, or name "
+                "the classes as records.classes",
+                *(name, ", ".join(map(repr, several)), len(several)),
+            )
         return tuple(names)
     _check_classes(name, numbers, len(given), REGRESSION)
     return tuple(name for _, name in sorted(zip(numbers, whole, strict=True)))
-
-
-def _check_spelled(name: str, names: Sequence[str]) -> None:
-    """Warn of classes that differ only in upper and lower case."""
-    alike = dict[str, list[str]]()
-    for one in names:
-        alike.setdefault(one.casefold(), []).append(one)
-    for several in [each for each in alike.values() if len(each) > 1]:
-        _logger.warning(
-            "data set %s: labels %s are %d classes: write them alike if they mean one, or name the "
-            "classes as records.classes",
-            *(name, ", ".join(map(repr, several)), len(several)),
-        )
 
 
 def check_several(name: str, classes: Sequence[str], table: Table, form: RecordForm) -> None:
@@ -275,12 +265,12 @@ def class_numbers(
     return found
 
 
-def read_sites(table: Table, sieve: RecordFilter) -> list[str]:
-    """Return the name of each record's site, [n]; the sieve leaves out records without one.
+def read_sites(table: Table) -> list[str]:
+    """Return the name of each record's site, [n]; records without one are left out.
 
     Raises DataError: another length.
     """
-    names = [text_of(value) for value in table.site]
+    names, sieve = [text_of(value) for value in table.site], table.sieve
     _check_length(names, sieve, "site")
     for row, name in enumerate(names):
         # str(None) occurs in numpy arrays of text; a class may have that name.
@@ -308,16 +298,14 @@ def _place_of(text: str, classes: int) -> int:
     return int(text) if whole and int(text) < classes else -1
 
 
-def read_labels(
-    table: Table, classes: Sequence[str], form: RecordForm, sieve: RecordFilter
-) -> np.ndarray:
-    """Return labels for training, [n, ...]; invalid ones are added to the sieve.
+def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.ndarray:
+    """Return labels for training, [n, ...]; records with an invalid one are left out.
 
     A class: its index, int64 [n]. A number: float32 [n], -1..1. Several: 0 or 1 for each of the
     classes, float32 [n, K]. Pixels: indices of classes, int64 [n, ...]. Raises DataError: a table's
     column cannot contain such labels.
     """
-    labels, column = table.y, table.roles.get("label", "y")
+    labels, column, sieve = table.y, table.roles.get("label", "y"), table.sieve
     kind = form.target.kind
     if kind == "class":
         return class_numbers(labels, classes, form.labels or table.labels, column, sieve)
@@ -349,14 +337,14 @@ def read_labels(
     return kept.astype(np.float32 if kind == "several" else np.int64)
 
 
-def token_labels(table: Table, x: np.ndarray, form: RecordForm, sieve: RecordFilter) -> Table:
+def token_labels(table: Table, x: np.ndarray, form: RecordForm) -> Table:
     """Return a table with labels of tokens [n, T]; unchanged if a record has one label.
 
     x: its records [n, rows, T].
     """
     if form.target.kind != "pixels" or not is_tokens(table.features) or table.y is None:
         return table
-    y = read_token_labels(table.y, x, table.roles["label"], sieve)
+    y = read_token_labels(table.y, x, table.roles["label"], table.sieve)
     return replace(table, y=y, labels=None)
 
 

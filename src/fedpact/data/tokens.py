@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedpact.common.losses import UNLABELLED
 from fedpact.common.params import TOKENS
-from fedpact.data.sieve import RecordFilter
+from fedpact.data.dataset import RecordFilter
 
 _IDS, _MASK, _ = TOKENS
 _logger = logging.getLogger("fedpact")

@@ -6,35 +6,28 @@ unprotected, for the owner alone.
 
 import io
 import time
-from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import numpy as np
-
 from fedpact.common.errors import DataError, FedpactError, PolicyRefused
 from fedpact.common.format import counted, toml, toml_key
 from fedpact.data.cells import (
     Cells,
     find_named,
-    is_blank,
     read_columns,
     read_npz,
-    text_of,
-    to_numbers,
 )
 from fedpact.data.columns import ColumnDifference, FileColumn, declared_columns
 from fedpact.data.schema import Column, ValueRange
 from fedpact.data.summary import (
+    ColumnCells,
     ColumnSummary,
     count_classes,
-    describe_text,
     summarise_array,
-    summarise_column,
 )
 from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.flower.credentials import check_site_keys
@@ -198,7 +191,7 @@ def _look_at_columns(
             ]
     else:
         try:
-            columns, _ = read_columns(path)
+            columns = read_columns(path).cells
             if len(columns) == 1 < len(of.features):
                 raise DataError(
                     f"data file {path}: its first line is {next(iter(columns))!r}: expected a "
@@ -209,7 +202,7 @@ def _look_at_columns(
             copy = _convert(path, files.directory, stack)
             if copy is None:
                 return None
-            path, (columns, _) = copy, read_columns(copy)
+            path, columns = copy, read_columns(copy).cells
         files = _look_at_table(found, path, columns, files)
     found.remarks += [f"column {one.name}: {one.remark}" for one in found.columns if one.remark]
     return None if set(found.missing) - {*found.renamed} else files
@@ -251,7 +244,7 @@ def _convert(path: Path, directory: Path, stack: ExitStack) -> Path | None:
 
 
 def _look_at_table(
-    found: SiteCheck, path: Path, columns: dict[str, Cells], files: SiteFiles
+    found: SiteCheck, path: Path, columns: Mapping[str, Cells], files: SiteFiles
 ) -> SiteFiles:
     settings, of = files.settings, files.federation
     wanted = [*of.features, *(name for name in (settings.label, of.person) if name is not None)]
@@ -276,34 +269,28 @@ def _look_at_table(
         source = sources.get(name, FileColumn(column=name))
         cells = source.convert(columns[source.column])
         guessed = name in found.renamed
-        one = _summarise(f"{name} ({source.column!r})" if guessed else name, cells, own)
-        found.columns.append(one)
-        found.mends += _mend(name, source, cells, own, one.remark, guessed=guessed)
+        looked = ColumnCells.of(f"{name} ({source.column!r})" if guessed else name, cells)
+        found.columns.append(one := looked.summary(own))
+        found.mends += _mend(name, source, looked.texts, own, one.remark, guessed=guessed)
     # Only entries that can be used: the others are problems already.
     changed = {"records": str(path.absolute()), "columns": sources}
     return replace(files, settings=settings.model_copy(update=changed))
 
 
-def _summarise(name: str, cells: Cells, own: ValueRange) -> ColumnSummary:
-    one = summarise_column(name, cells, own)
-    if isinstance(own, Column) and own.categories is not None:
-        return one
-    places = np.isnan(to_numbers(cells)).nonzero()[0].tolist()
-    odd = [cells[row] for row in places if not is_blank(cells[row])]
-    how = "Write days since a fixed day" if one.kind == "dates" else describe_text(odd)
-    what = f"{len(odd)} cells are no numbers" if one.kind == "numbers" else one.remark
-    return replace(one, remark=f"{what}: {how}") if how else one
-
-
 def _mend(
-    name: str, source: FileColumn, cells: Cells, own: ValueRange, remark: str, *, guessed: bool
+    name: str,
+    source: FileColumn,
+    seen: Collection[str],
+    own: ValueRange,
+    remark: str,
+    *,
+    guessed: bool,
 ) -> Sequence[str]:
     """Return the line for [columns] of site.toml that may mend a column, if any."""
     told, why = dict[str, Any](), ""
     names = own.names if isinstance(own, Column) and own.other is None else None
     if names is not None:
         place = dict.fromkeys(names, True)
-        seen = Counter(text_of(cell) for cell in cells if not is_blank(cell))
         foreign = [word for word in seen if not find_named(word, place, False)]
         unseen = [name for name in names if name not in seen]
         if 0 < len(foreign) <= _WORDS:

@@ -13,9 +13,9 @@ from fedpact.common.about import OneLine
 from fedpact.common.errors import DataError, PlanError
 from fedpact.data.advice import advise
 from fedpact.data.columns import FileColumn
+from fedpact.data.dataset import RecordFilter
 from fedpact.data.features.extract import beside
-from fedpact.data.sieve import RecordFilter
-from fedpact.data.site_records import load_site
+from fedpact.data.load import load_site
 from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.plan import Plan

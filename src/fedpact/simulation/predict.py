@@ -8,9 +8,10 @@ import logging
 import math
 import tomllib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
@@ -25,20 +26,17 @@ from fedpact.common.errors import DataError, InputError, ModelError, nearest
 from fedpact.common.files import parse_errors
 from fedpact.common.format import counted, format_metric
 from fedpact.common.messages import SiteScore
-from fedpact.common.params import TOKENS
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.common.user_code import model_again
 from fedpact.common.weights import read_checked
-from fedpact.data.cells import Cells, list_some, read_columns, read_npz
+from fedpact.data.cells import SUFFIXES, Cells, list_some
 from fedpact.data.columns import FileColumn, declared_columns
-from fedpact.data.dataset import Dataset
+from fedpact.data.dataset import Dataset, RecordFilter, with_columns
 from fedpact.data.features.extract import MadeBy
 from fedpact.data.features.stage import FeatureStage
-from fedpact.data.inputs import columns_of, labels_of, of_arrays, read_input, table_of, with_arrays
-from fedpact.data.load import with_columns
+from fedpact.data.inputs import check_shape, read_declared
 from fedpact.data.schema import RecordForm
-from fedpact.data.sieve import RecordFilter
-from fedpact.data.tables import Table, read_numbers
+from fedpact.data.tables import Table, labels_of, of_arrays, read_numbers
 from fedpact.data.targets import ambiguous, read_labels, unscale
 from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.metrics import evaluate, find_display
@@ -92,49 +90,25 @@ class RecordedForm:
             return RecordedForm(shape, raw["values"], classes, features, made_by)
 
 
-@dataclass(frozen=True, eq=False)
-class PredictionInputs:
-    """Records x [n, *shape], and the table they were read from, with its labels.
+def _read_targets(
+    table: Table, classes: Sequence[str], form: RecordForm
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a table's labels in training's form, and which of them are valid, [n].
 
-    sieve: marks the usable records. features: the columns of a table. form, classes: of the labels.
+    Raises DataError: labels are missing, or not one for each record.
     """
-
-    x: Tensor
-    table: Table
-    sieve: RecordFilter
-    features: tuple[str, ...]
-    form: RecordForm
-    classes: tuple[str, ...]
-
-    def given(self, labels: Any) -> "PredictionInputs":
-        """Return a copy with other labels: the classes' names or numbers, or arrays.
-
-        For a table's records, a number that is also a class's name means that class.
-        """
-        named = self.table.labels == "names" and ambiguous(self.classes)
-        array = labels_of("labels", "y", labels, self.form.target.kind, self.x.ndim)
-        table = replace(self.table, y=array, labels="names" if named else None)
-        return replace(self, table=table)
-
-    def targets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the labels in training's form, and which of them are valid, [n].
-
-        Raises DataError: labels are missing, or not one for each record.
-        """
-        labels = self.table.y
-        if labels is None:
-            raise DataError(
-                f"{self.sieve.origin}: there are no labels; give them in the label column of the "
-                "run, in the array y of an .npz file, or as evaluate(records, labels)"
-            )
-        if len(labels) != len(self.x):
-            raise DataError(
-                f"there are {len(labels)} labels for {len(self.x)} records: give one each"
-            )
-        sieve = RecordFilter("labels", len(self.x), self.sieve.first)
-        y = read_labels(self.table, self.classes, self.form, sieve)
-        sieve.warn(values=True)
-        return y, sieve.good
+    count = table.sieve.count
+    if table.y is None:
+        raise DataError(
+            f"{table.sieve.origin}: there are no labels; give them in the label column of the run, "
+            "in the array y of an .npz file, or as evaluate(records, labels)"
+        )
+    if len(table.y) != count:
+        raise DataError(f"there are {len(table.y)} labels for {count} records: give one each")
+    sieve = RecordFilter("labels", count, table.sieve.first)
+    y = read_labels(replace(table, sieve=sieve), classes, form)
+    sieve.warn(values=True)
+    return y, sieve.good
 
 
 @dataclass(frozen=True)
@@ -161,14 +135,15 @@ class OwnColumns:
 
     def declared(
         self,
+        features: Sequence[str],
+        label: str | None,
         origin: str,
         columns: Mapping[str, Cells],
-        features: Collection[str],
-        label: str | None,
     ) -> dict[str, Cells]:
         """Return the site's columns together with the declared ones; the label may be missing.
 
-        Raises DataError: the source of a declared column is missing.
+        Raises DataError: a declared column, on which the model was trained, or its source is not
+        there.
         """
         wanted = {
             name: one
@@ -178,91 +153,14 @@ class OwnColumns:
         found = {**columns, **declared_columns(origin, columns, [*wanted], wanted)}
         if self.label is not None and self.label in columns and label and label not in found:
             found[label] = columns[self.label]
+        lacking = [name for name in features if name not in found and not is_tokens(features)]
+        if lacking:
+            raise DataError(
+                f"{origin} has no column {', '.join(lacking)}, on which the model was trained: it "
+                f"has {list_some(columns)}; add the missing columns, or rename those that hold "
+                f"them{nearest(lacking[0], columns)}"
+            )
         return found
-
-
-def read_prediction_inputs(
-    records: Any, plan: Plan, own: RecordedForm, named: OwnColumns
-) -> PredictionInputs:
-    """Read records as in a plan's run. own: their form in that run.
-
-    records: anything that a run accepts (see data.inputs), with or without labels; a .csv,
-    .parquet or .npz file; an array [n, *shape]. Raises DataError: another form.
-    """
-    form = plan.form
-    if isinstance(records, Dataset):
-        records = with_columns(records, plan.records)
-        if own.features and records.features:
-            # The file may have had another order of columns.
-            records = with_columns(records, RecordForm(features=[*own.features]))
-        if records.classes != own.classes:
-            raise DataError(
-                f"data set {records.name} has the classes {', '.join(records.classes)}, but the "
-                f"run's are {', '.join(own.classes)}; create it with the run's classes"
-            )
-        table = of_arrays(records.name, records.x, records.y.numpy(), form)
-        return _read(table, form.in_arrays(records.features), own)
-    wanted = form
-    if own.features:
-        told = {"features": [*own.features], "drop": [], "columns": form.kept}
-        wanted = form.model_copy(update=told)
-    roles = plan.label, plan.site, plan.person
-    if not isinstance(records, str | Path) and (columns := columns_of(records)) is not None:
-        if named.sources:
-            records = named.declared("the table of records", columns, own.features, plan.label)
-        _check_columns("the table of records", records if named.sources else columns, own.features)
-    if not isinstance(records, str | Path):
-        table = read_input("records", records, wanted, *roles, shape=own.shape)
-    elif Path(records).suffix.lower() == ".npz":
-        arrays = read_npz(Path(records), labelled=False)
-        table = of_arrays(str(records), arrays["x"], arrays.get("y"), form)
-    elif Path(records).suffix.lower() in (".csv", ".parquet"):
-        columns, broken = read_columns(Path(records))
-        columns = named.declared(str(records), columns, own.features, plan.label)
-        _check_columns(str(records), columns, own.features)
-        label, site, person = (role if role in columns else None for role in roles)
-        table = table_of(
-            str(records), columns, label, site, person, broken, wanted, unlabelled=True
-        )
-        table = with_arrays(table, wanted)
-    else:
-        raise DataError(
-            f"records is {str(records)!r}: expected the path of a .csv, .parquet or .npz file, or "
-            "records from Python, as a table, arrays, or a data set of fedpact.from_arrays"
-        )
-    if table.features:
-        return _read(table, wanted, own)
-    # For a table's run, an array holds the columns' numbers, in the run's order.
-    return _read(table, form.by_place(own.features) if own.features else form, own)
-
-
-def _check_columns(origin: str, columns: Collection[str], features: Sequence[str]) -> None:
-    """Raise DataError: the table lacks columns that the model was trained on."""
-    lacking = [name for name in features if name not in columns and not is_tokens(features)]
-    if lacking:
-        raise DataError(
-            f"{origin} has no column {', '.join(lacking)}, on which the model was trained: it has "
-            f"{list_some(columns)}; add the missing columns, or rename those that hold them"
-            f"{nearest(lacking[0], columns)}"
-        )
-
-
-def _read(table: Table, form: RecordForm, own: RecordedForm) -> PredictionInputs:
-    if table.features and table.features[0] == TOKENS[0]:
-        form = form.model_copy(update={"length": own.shape[-1]})
-    else:
-        x = table.x
-        shape = x.shape[1:] if isinstance(x, np.ndarray) else (len(x),)
-        if shape != own.shape:
-            found = f"columns {', '.join(table.features)}" if table.features else f"shape {shape}"
-            raise DataError(
-                f"{table.origin}: a record has {found}: expected shape {own.shape}"
-                f"{' of ' * bool(own.features)}{', '.join(own.features)}, as in the run; convert "
-                "the records to that form (arrays as .npz, or from Python)"
-            )
-    sieve = table.filter()
-    x = torch.from_numpy(read_numbers(table, form, own.values, sieve))
-    return PredictionInputs(x, table, sieve, own.features or table.features, form, own.classes)
 
 
 _BATCH: Final = 1024
@@ -392,16 +290,47 @@ class Predictor:
     def preprocess(self, records: Any) -> tuple[Tensor, np.ndarray]:
         """Return the model's inputs [m, ...], and which of the n records they are, bool [n].
 
-        records: as in `read_prediction_inputs`; labels are ignored.
+        records: as a run accepts them; labels are ignored.
         Raises DataError: another form.
         """
-        return self._staged(self._read(records))
+        x, table, _ = self._read(records)
+        return self._staged(x, table)
 
-    def _read(self, records: Any) -> PredictionInputs:
-        return read_prediction_inputs(records, self.plan, self.form, self.site)
+    def _read(self, records: Any) -> tuple[Tensor, Table, RecordForm]:
+        """Read records as in the run: x [n, *shape], their table, and the form of its labels.
 
-    def _staged(self, given: PredictionInputs) -> tuple[Tensor, np.ndarray]:
-        x, sieve, features = given.x, given.sieve, given.features
+        records: anything that a run accepts (see data.inputs), with or without labels; a .csv,
+        .parquet or .npz file; an array [n, *shape]. Raises DataError: another form.
+        """
+        plan, own, form = self.plan, self.form, self.plan.form
+        if isinstance(records, Dataset):
+            records = with_columns(records, plan.records)
+            if own.features and records.features:
+                # The file may have had another order of columns.
+                records = with_columns(records, RecordForm(features=[*own.features]))
+            if records.classes != own.classes:
+                raise DataError(
+                    f"data set {records.name} has the classes {', '.join(records.classes)}, but "
+                    f"the run's are {', '.join(own.classes)}; create it with the run's classes"
+                )
+            table = of_arrays(records.name, records.x, records.y.numpy(), form)
+            form = form.in_arrays(records.features)
+        elif isinstance(records, str | Path) and Path(records).suffix.lower() not in SUFFIXES:
+            raise DataError(
+                f"records is {str(records)!r}: expected the path of a .csv, .parquet or .npz file, "
+                "or records from Python, as a table, arrays, or a data set of fedpact.from_arrays"
+            )
+        else:
+            roles = plan.label, plan.site, plan.person
+            asked = records, form, roles, own.shape, own.features
+            convert = partial(self.site.declared, own.features, plan.label)
+            table, form = read_declared(*asked, labelled=False, convert=convert)
+        check_shape(table, own.shape, own.features, "the run")
+        x = torch.from_numpy(read_numbers(table, form, own.values))
+        return x, table, form
+
+    def _staged(self, x: Tensor, table: Table) -> tuple[Tensor, np.ndarray]:
+        sieve, features = table.sieve, self.form.features or table.features
         stage, example = self._stage, torch.zeros(self.form.shape, dtype=x.dtype)
         fits = torch.from_numpy(sieve.good)
         staged = stage(x, example, sieve.origin, None, features, ~fits)
@@ -451,10 +380,14 @@ class Predictor:
         table with the plan's label column, or pairs (x, y).
         Raises DataError: no labels, or no record that can be used.
         """
-        given = self._read(records)
-        given = given if labels is None else given.given(labels)
-        y, good = given.targets()
-        x, used = self._staged(given)
+        x, table, form = self._read(records)
+        if labels is not None:
+            # Of a table's records a number that is also a class's name means that class.
+            named = table.labels == "names" and ambiguous(self.form.classes)
+            array = labels_of("labels", "y", labels, form.target.kind, x.ndim)
+            table = replace(table, y=array, labels="names" if named else None)
+        y, good = _read_targets(table, self.form.classes, form)
+        x, used = self._staged(x, table)
         both = used & good
         if not both.any():
             raise DataError("no record with a label can be used: there is nothing to evaluate")

@@ -19,11 +19,10 @@ from fedpact.common.user_code import is_handed
 from fedpact.data import download, load
 from fedpact.data.advice import advise
 from fedpact.data.cells import SUFFIXES
-from fedpact.data.dataset import Dataset
+from fedpact.data.dataset import Dataset, left_out_error
 from fedpact.data.features.extract import beside
 from fedpact.data.load import refit
 from fedpact.data.partition import Partition, SiteRecords, make_partition
-from fedpact.data.sieve import left_out_error
 from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.data.targets import REGRESSION
 from fedpact.evaluation.held_out import Grouping, HeldOut, SumsForm, hold_out, key_of_seed

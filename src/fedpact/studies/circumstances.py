@@ -158,7 +158,7 @@ def _has(data: str, column: str) -> bool:
     if path.suffix.lower() not in (".csv", ".parquet"):
         return True
     try:
-        return column in read_columns(path)[0]
+        return column in read_columns(path).cells
     except DataError:
         return True
 
