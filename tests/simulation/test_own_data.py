@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -149,6 +150,18 @@ def test_the_share_that_may_be_left_out_is_a_setting(tmp_path):
     simulate(half_bad(tmp_path, 0.75, most_left_out=0.75), tmp_path / "run")
     with pytest.raises(DataError, match=r"records.most_left_out allows 20.0 %"):
         simulate(half_bad(tmp_path, 0.25, most_left_out=0.2), tmp_path / "other")
+
+
+def test_the_share_counts_for_each_named_site(tmp_path):
+    """A clinic that measures in another unit does not vanish without a word."""
+    of_west = np.arange(240) % 4 == 0
+    table = pd.DataFrame({"p": np.where(of_west, 150.0, 5.0), "out": np.arange(240) % 2})
+    table["clinic"] = np.where(of_west, "West", "Ost")
+    records = {"columns": {"p": {"range": [0, 10]}}}
+    how = {"label": "out", "site": "clinic", "out": tmp_path / "run", **SETTINGS}
+    del how["sites"]
+    with pytest.raises(DataError, match="60 of 60 records of site West are left out, 100"):
+        fedpact.run("logistic", table, records=records, **how)
 
 
 def test_the_share_counts_for_tables_from_python_too(tmp_path):

@@ -7,6 +7,7 @@ import logging
 import re
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Final
@@ -47,11 +48,13 @@ class RecordFilter:
     """The records of one file: which are left out, which hold a clamped value, and why.
 
     origin: the file. count: its records. first: the number of the first, as its owner counts.
+    sites: the name of each record's site [count], "" for none; empty if no column names it.
     """
 
     origin: str
     count: int
     first: int = 0
+    sites: Sequence[str] = ()
     _faults: _Faults = field(default_factory=_Faults)
     _clamped: _Faults = field(default_factory=_Faults)
 
@@ -67,14 +70,21 @@ class RecordFilter:
         """The share of the records that are left out; 1 if there are none."""
         return float((~self.good).mean()) if self.count else 1.0
 
-    def too_many(self, most: float, key: str) -> str:
-        """Say that more than the share `most` of `key` are left out; "" if they are not."""
-        if self.left_out <= most:
-            return ""
-        return (
-            f"{int((~self.good).sum()):,} of {self.count:,} records of {self.origin} are left out, "
-            f"{percent(self.left_out)}, but {key} allows {percent(most)}"
-        )
+    def too_many(self, most: float, key: str, *, by_site: bool = False) -> str:
+        """Say that more than the share `most` of `key` are left out, of all records or, `by_site`,
+        of one site's; "" if they are not.
+        """
+        names, good = np.array(self.sites, str), self.good
+        of_sites = {
+            f"of site {n}": good[names == n] for n in dict.fromkeys(self.sites) if n and by_site
+        }
+        for whose, kept in {f"of {self.origin}": good, **of_sites}.items():
+            if (out := float((~kept).mean()) if len(kept) else 1.0) > most:
+                return (
+                    f"{int((~kept).sum()):,} of {len(kept):,} records {whose} are left out, "
+                    f"{percent(out)}, but {key} allows {percent(most)}"
+                )
+        return ""
 
     def leave_out(self, row: int, column: str, why: str, value: Any = None) -> None:
         """Leave a record out. row: from 0. column: or "". why: as MISSING. value: or None."""

@@ -273,8 +273,8 @@ class PlanRecords(RecordForm):
     classes: list[str] | None = Field(default=None, min_length=1)
     """The labels' names in order; left out, those that are found."""
     most_left_out: float = Field(default=0.5, ge=0, le=1)
-    """The share of a simulation's records that may be left out because they do not fit; with more
-    it does not start. A deployed site has its own in site.toml."""
+    """The share of a simulation's records, and of each named site's, that may be left out because
+    they do not fit; with more it does not start. A deployed site has its own in site.toml."""
 
     @model_validator(mode="after")
     def _target_is_the_tasks(self) -> Self:

@@ -272,9 +272,10 @@ def read_sites(table: Table) -> list[str]:
     """
     names, sieve = [text_of(value) for value in table.site], table.sieve
     _check_length(names, sieve, "site")
-    for row, name in enumerate(names):
-        # str(None) occurs in numpy arrays of text; a class may have that name.
-        if cells.is_missing(name) or name == "None":
+    # str(None) occurs in numpy arrays of text; a class may have that name.
+    sieve.sites = ["" if cells.is_missing(name) or name == "None" else name for name in names]
+    for row, name in enumerate(sieve.sites):
+        if not name:
             why = "names no site (a record without one is left out)"
             sieve.leave_out(row, table.roles.get("site", "site"), why)
     return names

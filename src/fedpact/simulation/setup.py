@@ -64,7 +64,8 @@ class SimulationSetup:
         """Load and check everything. Raises InputError if anything does not fit."""
         raw = load_data(plan) if data is None else refit(data, plan.records, plan.form)
         most, key = plan.records.most_left_out, "records.most_left_out"
-        if raw.sieve and (told := raw.sieve.too_many(most, key)):
+        by_site = plan.partition.kind == "natural"
+        if raw.sieve and (told := raw.sieve.too_many(most, key, by_site=by_site)):
             raise left_out_error(raw.sieve, told)
         plan.task.check_data(raw)
         if plan.partition.kind == "natural" and raw.site and "sites" not in plan.model_fields_set:
