@@ -173,6 +173,15 @@ def test_a_second_unit_is_pointed_out(tmp_path, count):
     assert proposed(text) == proposed(of_column(tmp_path, MEASURED))
 
 
+@pytest.mark.parametrize("west", [60, 59])
+def test_a_unit_of_one_site_alone_is_told_as_its_own(tmp_path, west):
+    table = pd.DataFrame({"v": MEASURED + [round(t * 1.8 + 32, 1) for t in MEASURED[:60]]})
+    table["clinic"] = ["East"] * (len(table) - west) + ["West"] * west
+    table.to_csv(tmp_path / "t.csv", index=False)
+    text, _ = draft(tmp_path / "t.csv", {"label": None, "site": "clinic", "person": None})
+    assert ("; all of site West): mistakes" in text) == (west == 60)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_usual_columns_have_no_codes(tmp_path, seed):
     rng = np.random.default_rng(seed)

@@ -19,6 +19,7 @@ from fedpact.data.cells import (
     list_some,
     read_columns,
     read_npz,
+    text_of,
 )
 from fedpact.data.schema import RecordForm
 from fedpact.data.summary import (
@@ -64,6 +65,7 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     table = read_columns(path)
     columns, broken = {n: ColumnCells.of(n, some) for n, some in table.cells.items()}, table.broken
     label, found = roles.get("label"), [one.summary() for one in columns.values()]
+    sites = [text_of(cell) for cell in table.cells.get(roles.get("site") or "", ())]
     features = [one for one in found if one.name not in roles.values()]
     dropped = {one.name: why for one in features if (why := _unusable(one, columns[one.name]))}
     named = {"data": str(path), **roles}
@@ -84,7 +86,7 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     for one in features:
         if one.name not in dropped:
             lines += ["", f"[records.columns.{toml_key(one.name)}]"]
-            lines += _column(one, columns[one.name])
+            lines += _column(one, columns[one.name], sites)
     return "\n".join([*lines, ""]), found
 
 
@@ -139,7 +141,7 @@ def _unnamed(role: str, name: str | None, columns: Mapping[str, ColumnCells]) ->
     return [f"# found: {told}"] * bool(blank)
 
 
-def _column(one: ColumnSummary, cells: ColumnCells) -> list[str]:
+def _column(one: ColumnSummary, cells: ColumnCells, sites: Sequence[str]) -> list[str]:
     missing = f"; {percent(one.missing)} missing" if one.missing else ""
     if one.kind == "text":
         words = sorted(cells.texts)
@@ -167,12 +169,12 @@ def _column(one: ColumnSummary, cells: ColumnCells) -> list[str]:
         rows = np.flatnonzero(np.isin(cells.x, far)).tolist()
         lines.append(
             f"# found: {counted(len(far), 'value')} far from the others, {_ends(far)} "
-            f"({_rows(rows)}): mistakes, or another unit?"
+            f"({_rows(rows, sites)}): mistakes, or another unit?"
         )
     if odd := cells.words:
         form = describe_form(Counter(odd.values())) or "these rows are left out"
         lines.append(
-            f"# found: {counted(len(odd), 'cell')} without a number ({_rows([*odd])}): {form}"
+            f"# found: {counted(len(odd), 'cell')} without a number ({_rows([*odd], sites)}): {form}"
         )
     if 2 < len(values) <= _CODES and (values == np.rint(values)).all():
         codes = toml(values.tolist())
@@ -184,10 +186,12 @@ def _column(one: ColumnSummary, cells: ColumnCells) -> list[str]:
     return lines
 
 
-def _rows(rows: Sequence[int]) -> str:
-    """Return the first of some rows, counted from 1 below the header."""
+def _rows(rows: Sequence[int], sites: Sequence[str] = ()) -> str:
+    """Return the first of some rows, counted from 1 below the header, and whether one site's."""
     named = ", ".join(str(row + 1) for row in rows[:_SHOWN])
-    return f"row{'s' * (len(rows) > 1)} {named}" + ", ..." * (len(rows) > _SHOWN)
+    told = f"row{'s' * (len(rows) > 1)} {named}" + ", ..." * (len(rows) > _SHOWN)
+    whose = {sites[row] for row in rows} if sites and len(rows) > 1 else set[str]()
+    return told + f"; all of site {whose.pop()}" * (len(whose) == 1)
 
 
 def _ends(values: np.ndarray) -> str:
