@@ -173,9 +173,8 @@ def _column(one: ColumnSummary, cells: ColumnCells, sites: Sequence[str]) -> lis
         )
     if odd := cells.words:
         form = describe_form(Counter(odd.values())) or "these rows are left out"
-        lines.append(
-            f"# found: {counted(len(odd), 'cell')} without a number ({_rows([*odd], sites)}): {form}"
-        )
+        which = _rows([*odd], sites)
+        lines.append(f"# found: {counted(len(odd), 'cell')} without a number ({which}): {form}")
     if 2 < len(values) <= _CODES and (values == np.rint(values)).all():
         codes = toml(values.tolist())
         lines.append(f"# if these are codes, in place of a range: categories = {codes}")
@@ -190,8 +189,8 @@ def _rows(rows: Sequence[int], sites: Sequence[str] = ()) -> str:
     """Return the first of some rows, counted from 1 below the header, and whether one site's."""
     named = ", ".join(str(row + 1) for row in rows[:_SHOWN])
     told = f"row{'s' * (len(rows) > 1)} {named}" + ", ..." * (len(rows) > _SHOWN)
-    whose = {sites[row] for row in rows} if sites and len(rows) > 1 else set[str]()
-    return told + f"; all of site {whose.pop()}" * (len(whose) == 1)
+    whose = {sites[row] for row in rows} if sites else set[str]()
+    return told + f"; all of site {min(whose)}" if len(whose) == 1 < len(rows) else told
 
 
 def _ends(values: np.ndarray) -> str:
