@@ -453,7 +453,7 @@ def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[
     if len(records) != sites:
         raise DataError(
             f"sites is {sites} and data set {dataset.name} has {len(records)} sites of its own: "
-            f"set sites = {len(records)}"
+            f"set sites = {len(records)}, or name no column of sites"
         )
     safe = {name: safe_name(name) for name in sorted(records)}
     if len({name.casefold() for name in safe.values()}) < len(records):
