@@ -39,8 +39,9 @@ _FOUND: Final = " (found by looking at the records, as this machine's owner may)
 _MEND: Final = {
     False: "Declare a range from public knowledge, as narrow as it allows, and a scale: "
     '[records.columns.NAME] with range = [LEAST, MOST], clamp = true and scale = "range".',
-    True: "These columns are scaled as declared, so the declared range is far too wide, or the "
-    "file is in another unit.",
+    True: "These columns are scaled as declared, so the range is far too wide or the file is in "
+    'another unit: narrow the range, or declare scale = "standard" with a mean and deviation from '
+    "public knowledge.",
 }
 """Whether a column has a declared scale -> what to do when its numbers differ little."""
 

@@ -29,8 +29,8 @@ from fedpact.privacy.guarantee import Guarantee
 FIXED: Final = "fixed sequence"
 
 WHY: Final = (
-    "The events were fixed before the run, so PLD composition is a proof; a stopping time alone "
-    "does not change that for the reserved (ε, δ)."
+    "All releases were planned before the run, so the reserved (ε, δ) is a proven bound on all of "
+    "them together, also if the run stops early."
 )
 
 
