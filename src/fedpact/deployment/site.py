@@ -297,7 +297,8 @@ class Site:
         site's own. Raises FedpactError: the site has stopped, or its disk is full.
         """
         objection = self._objection(task, seen)
-        if not objection and task.algorithm == FINAL:
+        if task.algorithm == FINAL and objection != "run":
+            # It releases nothing, so no fault of ledger or policy keeps it from the site.
             return self._taken_over(task)
         if not objection and task.algorithm == READY:
             return self._without_release(task)
