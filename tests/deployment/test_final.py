@@ -40,9 +40,15 @@ SECURE = {
 
 
 @pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
-def test_final_model_reaches_every_site_without_charge(federate, plan):
+def test_final_model_reaches_every_site_without_charge(federate, plan, caplog):
     run = federate(None, rounds=2, **plan)
+    caplog.set_level("INFO", "fedpact")
     run()
+    # The plan counts by RDP, ledgers by the best; all parties end with the same number.
+    *of_sites, of_all = [told for told in caplog.messages if "has ended after" in told]
+    assert len(of_sites) == 3
+    for told in of_sites:
+        assert told.split("spent: ")[1].split(" at ")[0] in of_all
     of_server = model_of(run.directory / "server")
     digits = load(run.directory / "server").predict(np.zeros((2, 1, 8, 8), np.float32))
     for node in run.nodes:

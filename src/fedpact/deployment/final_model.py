@@ -150,7 +150,7 @@ def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Pa
         f"{site} ε <= {e!r} at δ = {summary['delta'][site]!r}"
         for site, e in summary["epsilon"].items()
     ]
-    by = f", {plan.privacy.adjacency}, accountant {plan.privacy.accountant}"
+    by = f", {plan.privacy.adjacency}, accountant best of PLD and RDP"
     cost = (
         f"spent: {'; '.join(spent)}{by}" if spent and plan.private else "its cost is in the ledger"
     )
