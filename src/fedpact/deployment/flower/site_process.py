@@ -52,7 +52,8 @@ def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
     key, address = keys.read_private_key(directory / "site.key"), site.federation.address
     known, let_in = _known(directory), False
     pause = min(_MOST_PAUSE_SECONDS, len(site.federation.sites) / _LOOKS_PER_SECOND)
-    link = FleetLink(address, tls(directory), key)
+    most = flower_records.most_bytes(site.longest_question, len(site.federation.sites))
+    link = FleetLink(address, tls(directory), key, most)
     try:
         # Its time tells whether the site is at work (health.find_outage).
         with link.enter(known, (directory / NODE).touch) as node:
