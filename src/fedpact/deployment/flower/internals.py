@@ -416,7 +416,8 @@ class FleetLink:
     def answer(self, message: Message, seconds: float) -> None:
         """Send an answer, which took so long to make."""
         request = PushMessagesRequest(node=self._node, clientapp_runtime_list=[seconds])
-        with self._limited(sum(record.count_bytes() for record in message.content.values())):
+        values = (value for part in message.content.values() for value in part.values())
+        with self._limited(sum(len(value) for value in values if isinstance(value, bytes))):
             _push(self._client, self._node, message, request)
 
     def _leave(self, node: int) -> None:
