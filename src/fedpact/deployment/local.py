@@ -161,7 +161,7 @@ def describe_end(code: int | None) -> str:
         return f"was killed by {names[number]}{memory}: {again}"
     told = {
         FedpactError.exit_code: "with code 2: mend what its last line says, then start it again",
-        TransportLost.exit_code: f"with code 69, as Flower's process was lost: {again}",
+        TransportLost.exit_code: f"with code 69, as Flower's SuperLink was lost: {again}",
         1: "with code 1, a fault of fedpact: see log.txt",
     }
     return f"has ended {told.get(code, f'with code {code}')}" if code else "has ended"
