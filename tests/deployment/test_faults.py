@@ -66,15 +66,15 @@ class Federation:
         return self.parties.runs(name)
 
     def kill(self, name, part="both"):
-        """Kill a party's process, its child, or both at once as a power cut would."""
+        """Kill a party's process, its child if it has one now, or both at once as a power cut."""
         if not self.runs(name):  # the server of a run that has ended
             self.numbers |= self.parties.start(name)
         number = self.numbers[name]
-        victim = child(number) if part == "child" else number
-        print(f"kill {part} of {name}: {victim}", flush=True)
-        with suppress(ProcessLookupError, TypeError):  # a party has a child now and then
+        victim = (child(number) if part == "child" else None) or number
+        print(f"kill {part} of {name}: {victim} of {number}", flush=True)
+        with suppress(ProcessLookupError):
             (os.killpg if part == "both" else os.kill)(victim, signal.SIGKILL)
-        if part == "child":  # what it was to compute, the party computes itself
+        if victim != number:  # what the child was to compute, the party computes itself
             return
         wait_for(lambda: not self.runs(name), self.directory, pause=0.01)
         # 0: it was over before the signal came. Anything else would wait for a person.
