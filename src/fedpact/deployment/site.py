@@ -300,8 +300,8 @@ class Site:
         site's own. Raises FedpactError: the site has stopped, or its disk is full.
         """
         objection = self._objection(task, seen)
-        if task.algorithm == FINAL and objection != "run":
-            # It releases nothing, so no fault of ledger or policy keeps it from the site.
+        if task.algorithm == FINAL and objection in ("", "ledger"):
+            # It releases nothing, so no fault of the ledger keeps it from the site.
             return self._taken_over(task)
         if not objection and task.algorithm == READY:
             return self._without_release(task)
