@@ -136,9 +136,15 @@ def test_file_names_have_no_accents():
     files = sorted(map(safe_name, names))
     assert files == ["Giessen", "Lodz", "Orleans", "Sao-Paulo", "Tromso", "Zurich"]
     assert list(map(safe_name, files)) == files
-    data = records([20, 20], ["北京", "上海"] * 20)
-    with pytest.raises(DataError, match="'上海' is site, '北京' is site; rename the sites"):
-        make_partition(data, PartitionSettings(kind="natural"), 2, 0)
+
+
+def test_names_in_other_letters_have_files_of_their_own():
+    names = ["北京", "上海", "Москва", "Klinik 北京"]
+    data = records([40, 40], names * 20)
+    assert {*make_partition(data, PartitionSettings(kind="natural"), 4, 0).train} == {*names}
+    for name in map(safe_name, names):
+        assert re.fullmatch(r"xn--[a-zA-Z0-9-]+", name)
+    assert safe_name("北京") == "xn--" + "北京".encode("punycode").decode("ascii")
 
 
 def test_natural_names_that_fall_together_are_refused():

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import pandas
 import pytest
 
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
@@ -388,6 +389,20 @@ def test_a_workbook_that_cannot_be_read_is_one_problem(sites, tmp_path):
     _, (home,) = sites(table)
     (told,) = check_site(home).problems
     assert "read_excel" in told
+
+
+def test_a_workbook_is_looked_into(sites, tmp_path, monkeypatch):
+    """By pandas, which needs a package for it that fedpact does not."""
+    found = [{**row, "age": "" if k < 5 else row["age"]} for k, row in enumerate(rows())]
+    plain, table = write(tmp_path / "own.csv", found), tmp_path / "own.xlsx"
+    table.write_bytes(b"PK")
+    monkeypatch.setattr(pandas, "read_excel", lambda _: pandas.read_csv(plain))
+    _, (home, other) = sites(table, plain)
+    checked, same = check_site(home), check_site(other)
+    assert "read_excel" in checked.problems.pop(0)
+    assert (checked.problems, checked.left_out) == (same.problems, same.left_out)
+    assert checked.columns == same.columns
+    assert not list(home.glob("tmp*"))
 
 
 def test_cells_that_are_no_numbers_are_described(sites, tmp_path):

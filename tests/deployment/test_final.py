@@ -40,9 +40,15 @@ SECURE = {
 
 
 @pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
-def test_final_model_reaches_every_site_without_charge(federate, plan):
+def test_final_model_reaches_every_site_without_charge(federate, plan, caplog):
     run = federate(None, rounds=2, **plan)
+    caplog.set_level("INFO", "fedpact")
     run()
+    # The plan counts by RDP, ledgers by the best; all parties end with the same number.
+    *of_sites, of_all = [told for told in caplog.messages if "has ended after" in told]
+    assert len(of_sites) == 3
+    for told in of_sites:
+        assert told.split("spent: ")[1].split(" at ")[0] in of_all
     of_server = model_of(run.directory / "server")
     digits = load(run.directory / "server").predict(np.zeros((2, 1, 8, 8), np.float32))
     for node in run.nodes:
@@ -149,3 +155,15 @@ def test_model_of_wrong_shape_is_refused(site_dir):
         assert isinstance(answer, Reply)
         assert not answer.vectors
         assert site.ledger.length == before
+
+
+def test_a_broken_ledger_does_not_cost_a_site_its_model(site_dir, caplog):
+    with Site(site_dir) as site:
+        site.take_part()
+        w = site.plan.method.init(torch.zeros(650)).vectors["w"]
+        site.files.ledger.write_bytes(b"no ledger")
+        final = Task(site.run, 5, FINAL, {"w": w}, {}, 5)
+        # Nor does one that lacks what the server has seen.
+        assert isinstance(from_bytes(site.handle(final, (9, "f" * 64))), Reply)
+    assert "does not say what the run cost" in caplog.text
+    assert (site_dir / "run" / "model.safetensors").exists()

@@ -93,7 +93,9 @@ def server(deployment):
 def enter(server, site_dir):
     federation = Federation.read(site_dir / "federation.toml")
     federation = federation.model_copy(update={"address": server.address})
-    site = SimpleNamespace(name="site-00", federation=federation, stopped="", ending=None)
+    site = SimpleNamespace(
+        name="site-00", federation=federation, stopped="", ending=None, longest_question=0
+    )
     (site_dir / "flower").mkdir()
     credentials.write_site_connection(site_dir)
     return lambda: site_process.work(site, site_dir, lambda _: None)

@@ -63,6 +63,8 @@ def test_every_message_of_a_plan_passes(monkeypatch, deployment, numbers):
     # Beside a piece, a request has a few numbers and names.
     assert max(map(len, pieces)) < most - 2**14
     assert most < max(map(len, pieces)) + 2**17
+    # So has a question to a site, with all its pieces.
+    assert sum(map(len, pieces)) < flower_records.most_bytes(numbers, 3) - 2**14
     assert flower_records.from_record(record)[0] == b"".join(
         part["block"] for part in record.values()
     )

@@ -31,7 +31,7 @@ from fedpact.common.errors import DataError, FedpactError, TransportLost
 from fedpact.deployment import local, packaging, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.health import find_outage
-from fedpact.deployment.processes import die_with_parent
+from fedpact.deployment.local import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 FEDPACT = [sys.executable, "-c", "from fedpact.cli.main import main; main()"]

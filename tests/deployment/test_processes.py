@@ -109,7 +109,7 @@ def test_a_mistyped_directory_is_reported_and_not_created(tmp_path, act):
 def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     """Before it touches anything of the first one's: its run, its database, its port."""
     server = deployment / "server"
-    monkeypatch.setattr(processes, "_flower", None)
+    monkeypatch.setattr(program, "superlink", None)
     monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.01)
     before = sorted(server.rglob("*"))
     with (
@@ -176,37 +176,6 @@ def test_logs_and_flowers_files_are_their_owners(deployment):
     home = processes._home(site)
     assert (site / "log.txt").stat().st_mode & 0o777 == 0o600
     assert home.stat().st_mode & 0o777 == 0o700
-
-
-PROGRAM = """
-import importlib.metadata, runpy, sys, threading
-from types import SimpleNamespace
-def other():
-    thread = threading.Thread(target=threading.Event().wait)
-    thread.start()
-    {ends}
-script = SimpleNamespace(load=lambda: other)
-importlib.metadata.entry_points = lambda **_: [script]
-sys.argv = [sys.argv[1], "65536", "--option"]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize(
-    ("ends", "status"),
-    [
-        ("return", 0),
-        ("raise SystemExit", 0),
-        ("sys.exit(3)", 3),
-        ("sys.exit('in words')", 1),
-        ("raise KeyboardInterrupt", 1),
-        ("raise OSError('TLS')", 1),
-    ],
-)
-def test_a_program_of_flowers_ends_with_its_main_thread(ends, status):
-    """By itself it would stay, for its other thread's sake."""
-    command = [sys.executable, "-P", "-c", PROGRAM.format(ends=ends), program.__file__]
-    assert subprocess.run(command, cwd="/", timeout=120).returncode == status
 
 
 def test_a_site_that_waits_to_be_let_in_outlasts_a_full_disk(site_dir, monkeypatch, capsys):

@@ -321,15 +321,15 @@ def test_without_records_no_count_is_published(make, tmp_path):
 
 def test_sites_have_the_names_that_were_chosen(tmp_path):
     command = ["deploy", "init", str(tmp_path / "d"), "--set", "rounds=2"]
-    done = CliRunner().invoke(app, [*command, "--name", "south", "--name", "north"])
+    done = CliRunner().invoke(app, [*command, "--name", "北京", "--name", "north"])
     assert done.exit_code == 0, done.output
-    assert sorted(path.name for path in (tmp_path / "d" / "sites").iterdir()) == ["north", "south"]
-    assert Federation.read(tmp_path / "d" / "server" / "federation.toml").names == (
-        "north",
-        "south",
-    )
-    with Site(tmp_path / "d" / "sites" / "north") as site:
-        assert site.name == "north"
+    places = sorted((tmp_path / "d" / "sites").iterdir())
+    assert [place.name for place in places] == ["north", "xn--1lq90i"]
+    names = Federation.read(tmp_path / "d" / "server" / "federation.toml").names
+    assert names == ("north", "北京")
+    for place, name in zip(places, names, strict=True):
+        with Site(place) as site:
+            assert site.name == name
     assert "No purpose is stated" in done.stdout
 
 

@@ -200,7 +200,11 @@ _LETTERS: Final = str.maketrans(
 
 
 def safe_name(name: str) -> str:
-    """Return a name that is safe in file systems: Zürich is Zurich, St. Anna is St.-Anna."""
+    """Return a name that is safe in file systems: Zürich is Zurich, St. Anna is St.-Anna.
+
+    Other letters are coded as in names of hosts: 北京 is xn--1lq90i.
+    """
     parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
-    latin = "".join(c for c in parted if not unicodedata.combining(c))
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", latin).strip(".-") or "site"
+    plain = "".join(c for c in parted if not unicodedata.combining(c))
+    plain = re.sub(r"[^\w.-]+", "-", plain).strip(".-") or "site"
+    return plain if plain.isascii() else "xn--" + plain.encode("punycode").decode()

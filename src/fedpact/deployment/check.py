@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fedpact.common.errors import DataError, FedpactError, PolicyRefused
 from fedpact.common.format import counted, toml, toml_key
@@ -41,9 +41,13 @@ from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.machine import device_of
 
+if TYPE_CHECKING:
+    import pandas
+
 _FEW: Final = 2  # a number of records that differs by this factor from the declared one is reported
 _WORDS: Final = 10  # with more words that are not declared, a column is no list of categories
 _TEXT: Final = (".csv", ".tsv", ".tab", ".txt")
+_WORKBOOKS: Final = (".xlsx", ".xls", ".xlsm", ".ods")
 
 
 @dataclass
@@ -209,16 +213,34 @@ def _look_at_columns(
 
 
 def _convert(path: Path, directory: Path, stack: ExitStack) -> Path | None:
-    """Write a copy of a text table as CSV with commas and points; None if that fails.
+    """Write a copy of a text table or a workbook's first sheet as CSV; None if that fails.
 
     It is in a new directory below `directory` that others cannot read; `stack` deletes both.
-
-    Columns are separated by what is most frequent, from the line on that has most of it.
     """
     import pandas
 
-    if path.suffix.lower() not in _TEXT:
+    kind = path.suffix.lower()
+    if kind not in (*_TEXT, *_WORKBOOKS):
         return None
+    try:
+        table = _read_text(path) if kind in _TEXT else pandas.read_excel(path)
+    except Exception:  # pandas has no end of them for damaged files, or needs a further package
+        return None
+    try:
+        place = Path(stack.enter_context(TemporaryDirectory(dir=directory)))
+    except OSError:  # on a directory that is read-only
+        return None
+    table.to_csv(place / "records.csv", index=False)
+    return place / "records.csv"
+
+
+def _read_text(path: Path) -> "pandas.DataFrame":
+    """Return a table whose columns are separated by what is most frequent.
+
+    It begins at the line that has most of it. Decimal commas become points.
+    """
+    import pandas
+
     content = path.read_bytes() if path.is_file() else b""
     try:
         text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")
@@ -227,20 +249,12 @@ def _convert(path: Path, directory: Path, stack: ExitStack) -> Path | None:
     lines = text.splitlines()[:20]
     counts = {one: max((line.count(one) for line in lines), default=0) for one in ",;\t|"}
     sep = max(counts, key=lambda one: (counts[one], one))
-    try:
-        header = next(k for k, line in enumerate(lines) if line.count(sep) == counts[sep])
-        given: Any = {"dtype": str, "keep_default_na": False, "on_bad_lines": "skip"}
-        table = pandas.read_csv(io.StringIO(text), sep=sep, skiprows=header, **given)
-    except (ValueError, StopIteration):  # also what pandas says of a damaged or empty file
-        return None
+    header = next(k for k, line in enumerate(lines) if line.count(sep) == counts[sep])
+    given: Any = {"dtype": str, "keep_default_na": False, "on_bad_lines": "skip"}
+    table = pandas.read_csv(io.StringIO(text), sep=sep, skiprows=header, **given)
     if sep == ";":  # then commas are decimal points
         table = table.replace(r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2", regex=True)
-    try:
-        place = Path(stack.enter_context(TemporaryDirectory(dir=directory)))
-    except OSError:  # on a directory that is read-only
-        return None
-    table.to_csv(place / "records.csv", index=False)
-    return place / "records.csv"
+    return table
 
 
 def _look_at_table(

@@ -178,6 +178,8 @@ def policy(
 # The limits of this site for any server. Everything that is not named is refused.
 # As written it allows the run that it came with, once. (ε, δ) are for one {unit}:
 # {ADJACENCY_BY_UNIT[unit]}.
+# Other outputs leave the site only if a person releases them: receipts of the ledger, the exact
+# figures of check, status and personalise, and personal models.
 unit = "{unit}"
 algorithms = ["{algorithm}"]
 releases = [{names}]

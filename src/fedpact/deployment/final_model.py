@@ -11,6 +11,7 @@ record and charges nothing.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.client import read_memory
-from fedpact.common.errors import DataError, PlanError
+from fedpact.common.errors import DataError, LedgerError, PlanError
 from fedpact.common.files import write_whole
 from fedpact.common.messages import Task
 from fedpact.common.params import FlatModel, state_of
@@ -37,6 +38,7 @@ from fedpact.simulation.predict import RecordedForm
 
 HANDED_OVER: Final = "handed over"
 BROUGHT: Final = "brought by the owner"
+_log = logging.getLogger("fedpact.site")
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,13 @@ class FinalModel:
         return RunMemory(self.store, self.files.federation.run)
 
     def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
-        """Return the run's cost from this site's ledger; empty if it does not have the run."""
-        runs = receipt(self.files.ledger)["runs"] if self.files.ledger.exists() else {}
+        """Return the run's cost from this site's ledger; empty if that has no such run."""
+        try:
+            runs = receipt(self.files.ledger)["runs"] if self.files.ledger.exists() else {}
+        except (LedgerError, OSError) as error:
+            # The model is this site's even so.
+            _log.warning("the final model's summary does not say what the run cost: %s", error)
+            runs = {}
         found = spend_of(self.files.federation.run, runs)
         if found is None:
             return {"epsilon": {}, "delta": {}}
@@ -143,7 +150,7 @@ def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Pa
         f"{site} ε <= {e!r} at δ = {summary['delta'][site]!r}"
         for site, e in summary["epsilon"].items()
     ]
-    by = f", {plan.privacy.adjacency}, accountant {plan.privacy.accountant}"
+    by = f", {plan.privacy.adjacency}, accountant best of PLD and RDP"
     cost = (
         f"spent: {'; '.join(spent)}{by}" if spent and plan.private else "its cost is in the ledger"
     )

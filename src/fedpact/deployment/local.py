@@ -1,5 +1,6 @@
 """A trial federation on this machine: starts its parties as child processes, reads their state."""
 
+import ctypes
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from fedpact.common.messages import RoundRecord
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.health import is_held
-from fedpact.deployment.processes import die_with_parent, environment
+from fedpact.deployment.processes import environment
 from fedpact.deployment.site_evaluation import own_figures
 from fedpact.deployment.site_records import SiteSettings
 from fedpact.plan import Plan
@@ -25,6 +26,7 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.flower import require_flower
 
 _GRACE_SECONDS = 10.0
+_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 SERVER: Final = "server"
 _MODULE = "fedpact.deployment.party"
 _ENDED_HERE = "ended; the final model is here"
@@ -94,7 +96,7 @@ class Parties:
         for child in chosen:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, end - time.monotonic()))
-            # Also its SuperLink, which ends with it by itself only on Linux.
+            # Also its child processes, which count ε.
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
@@ -159,7 +161,7 @@ def describe_end(code: int | None) -> str:
         return f"was killed by {names[number]}{memory}: {again}"
     told = {
         FedpactError.exit_code: "with code 2: mend what its last line says, then start it again",
-        TransportLost.exit_code: f"with code 69, as Flower's process was lost: {again}",
+        TransportLost.exit_code: f"with code 69, as Flower's SuperLink was lost: {again}",
         1: "with code 1, a fault of fedpact: see log.txt",
     }
     return f"has ended {told.get(code, f'with code {code}')}" if code else "has ended"
@@ -185,6 +187,12 @@ def _spawn(name: str, where: Path) -> subprocess.Popen[bytes]:
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
+
+
+def die_with_parent() -> None:
+    """Have a child killed when its parent ends (Linux), as subprocess.Popen(preexec_fn=...)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
 
 
 def ledger_path(site: Path) -> Path:

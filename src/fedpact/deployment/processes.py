@@ -1,6 +1,5 @@
-"""Runs a party's process, and starts, watches and ends the server's SuperLink."""
+"""Runs a party's process."""
 
-import ctypes
 import errno
 import logging
 import os
@@ -8,7 +7,6 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from fedpact.common.errors import FedpactError, InputError, TransportLost
-from fedpact.common.files import LOCK, only_one, private_opener
+from fedpact.common.files import LOCK, only_one
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.flower import program
 from fedpact.deployment.server import Coordinator
@@ -30,8 +28,6 @@ from fedpact.privacy.accounting import pld
 from fedpact.simulation.flower import QUIET, require_flower
 
 OnRound = Callable[[RoundRecord], None]
-_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
-_GRACE_SECONDS = 5.0
 _LOST_SECONDS = 10.0
 _LONGEST_PAUSE = 5.0
 _KNOCK_SECONDS = 1.0
@@ -52,6 +48,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     require_flower()
     from fedpact.deployment.flower import credentials, server_process
 
+    program.share_memory_pools()
     program.release_code()
     with _file_errors(), _ended_by_signals(), _held(directory), pld.apart():
         coordinator = Coordinator.of(directory)
@@ -61,13 +58,15 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
         # It holds the messages that sites have not fetched; small ones are faster in memory.
         round_bytes = 16 * coordinator.longest_message * len(coordinator.federation.sites)
-        database = _IN_MEMORY if round_bytes <= _SMALL_BYTES else "flower/superlink.db"
-        command = [
-            str(server_process.most_request_bytes(coordinator)),
-            *("--isolation", "process", "--ssl-ca-certfile", "ca.crt"),
-            *("--ssl-certfile", "tls.crt", "--ssl-keyfile", "tls.key", "--host", own),
-            *("--port", port, "--enable-supernode-auth", "--database", database),
-            *("--superexec-auth-secret-file", "runtime.secret"),
+        on_disk = round_bytes > _SMALL_BYTES
+        database = str(_home(directory) / "superlink.db") if on_disk else _IN_MEMORY
+        most = server_process.most_request_bytes(coordinator)
+        arguments = [
+            *("--isolation", "process", "--ssl-ca-certfile", str(directory / "ca.crt")),
+            *("--ssl-certfile", str(directory / "tls.crt")),
+            *("--ssl-keyfile", str(directory / "tls.key"), "--host", own, "--port", port),
+            *("--enable-supernode-auth", "--database", database),
+            *("--superexec-auth-secret-file", str(directory / "runtime.secret")),
             "--disable-runtime-dependency-installation",
         ]
         _wait_for_port(own, int(port), "address in federation.toml, at every party")
@@ -77,8 +76,15 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
             left.unlink()
         credentials.write_server_connections(directory, coordinator.federation)
         program.release_code()
-        with _flower(directory, command) as link, _ends_with(link, directory):
-            return server_process.serve(coordinator, f"127.0.0.1:{port}", on_round)
+
+        def told(record: RoundRecord) -> None:
+            on_round(record)
+            # What is loaded at the start is not needed again.
+            program.release_code()
+
+        link = program.superlink(directory, most, arguments)
+        with link as thread, _ends_with(thread.is_alive, directory):
+            return server_process.serve(coordinator, f"127.0.0.1:{port}", told)
 
 
 def run_site(directory: Path) -> None:
@@ -137,8 +143,6 @@ def environment(directory: Path) -> dict[str, str]:
     return {
         **os.environ,
         "FLWR_HOME": str(directory / "flower"),
-        # Otherwise each thread of a web server keeps a separate memory pool.
-        "MALLOC_ARENA_MAX": "2",
         **QUIET,
     }
 
@@ -163,31 +167,6 @@ def _prepare(reproducible: bool) -> None:
         _log.warning("%s", told)
     if reproducible:
         torch.set_num_threads(1)
-
-
-@contextmanager
-def _flower(directory: Path, command: list[str]) -> Generator[subprocess.Popen[bytes]]:
-    """Run a SuperLink (program.py) during the block; it is killed if this process dies."""
-    with open(_home(directory) / "log.txt", "ab", opener=private_opener) as log:
-        process = subprocess.Popen(
-            # By its path: the package may not be importable from that directory.
-            [sys.executable, "-P", program.__file__, *command],
-            cwd=directory,
-            env=environment(directory.resolve()),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent,
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 @contextmanager
@@ -216,14 +195,8 @@ def _home(directory: Path) -> Path:
     return home
 
 
-def die_with_parent() -> None:
-    """Have a child killed when its parent ends (Linux), as subprocess.Popen(preexec_fn=...)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
-
-
 @contextmanager
-def _ends_with(process: subprocess.Popen[bytes], directory: Path) -> Generator[None]:
+def _ends_with(runs: Callable[[], bool], directory: Path) -> Generator[None]:
     """End this process if the SuperLink ends during the block. Raises TransportLost.
 
     The main thread is interrupted as by SIGTERM. If it or another thread blocks, the process
@@ -233,15 +206,14 @@ def _ends_with(process: subprocess.Popen[bytes], directory: Path) -> Generator[N
 
     def reason() -> str:
         return (
-            f"Flower's process ended with code {process.returncode}: {_reason(directory)}; see "
-            f"{directory / 'flower' / 'log.txt'}, then restart this server: it continues after "
-            "the last committed round"
+            f"Flower's SuperLink has ended: {_reason(directory)}; see {directory / program.LOG}, "
+            "then restart this server: it continues after the last committed round"
         )
 
     def watch() -> None:
         while not done.wait(_KNOCK_SECONDS):
             # It may have ended because the block has.
-            if process.poll() is not None and not done.is_set():
+            if not runs() and not done.is_set():
                 lost.set()
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(_LOST_SECONDS)
@@ -343,7 +315,7 @@ class _Waits:
 
 def _reason(directory: Path) -> str:
     """Return the last error in the SuperLink's log, without colour codes."""
-    text = (directory / "flower" / "log.txt").read_text(encoding="utf-8", errors="replace")
+    text = (directory / program.LOG).read_text(encoding="utf-8", errors="replace")
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
     last = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
     told = [line for line in lines[last[-1] if last else -3 :] if line and "flower.ai" not in line]

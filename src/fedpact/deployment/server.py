@@ -41,6 +41,7 @@ from fedpact.evaluation.metrics import evaluate
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import History
 from fedpact.privacy.column_scales import advise_of_loud, scale_columns
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.reply_bounds import longest_sums
 from fedpact.privacy.terms import Terms, check_grid
 from fedpact.rounds import Rounds
@@ -242,7 +243,10 @@ class Coordinator:
         sizes = {name: terms.size for name, terms in self.terms.items()}
         done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
         hand_over(self.folder, of.run, at, plain)
-        _log.info("%s", describe_ending(of.run, self.plan, done, self.folder.path))
+        # An early end may depend on releases: then the summary has the reserved ε.
+        early = self.plan.budget.early and done["rounds"] != self.plan.rounds
+        told = done if early else {**done, "epsilon": evaluator.priced()}
+        _log.info("%s", describe_ending(of.run, self.plan, told, self.folder.path))
         return done
 
     def module(self) -> nn.Module:
@@ -326,15 +330,7 @@ class _Evaluator:
 
     def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._count(record)
-        # Each new attempt is charged like a round; τ is fixed if attempts are possible.
-        extra = Attempts(self._attempts).extra
-        spent = {
-            name: _history(
-                terms, self._steps[name] + extra * self._each, self._rounds[name] + extra, 1 + extra
-            )
-            for name, terms in self._terms.items()
-        }
-        record = with_epsilon(record, self._terms, spent)
+        record = with_epsilon(record, self._terms, self._spent())
         if self._test is None:
             return record
         x, y = self._test
@@ -347,6 +343,24 @@ class _Evaluator:
         beside = self._score(average, x, y)
         numbers = {"accuracy": beside.accuracy, "loss": beside.loss}
         return dataclasses.replace(record, average=numbers)
+
+    def _spent(self) -> dict[str, History]:
+        # Each new attempt is charged like a round; τ is fixed if attempts are possible.
+        extra = Attempts(self._attempts).extra
+        return {
+            name: _history(
+                terms, self._steps[name] + extra * self._each, self._rounds[name] + extra, 1 + extra
+            )
+            for name, terms in self._terms.items()
+        }
+
+    def priced(self) -> dict[str, float]:
+        """Return each site's ε as ledgers price it; that of a round is a quicker, higher bound."""
+        spent = self._spent()
+        return {
+            name: Guarantee.of(spent[name], of.budget.delta, of.honest).epsilon
+            for name, of in self._terms.items()
+        }
 
     def _score(self, w: Tensor, x: Tensor, y: Tensor) -> SiteScore:
         self._model.load(w)

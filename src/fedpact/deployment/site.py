@@ -114,6 +114,8 @@ _MOST_ATTEMPTS = 1000
 class TaskChecks:
     """Checks a site's tasks. w: the model before the first round [d]. sites: the names of all.
 
+    longest: the largest number of values in a task.
+
     It stops a faulty or dishonest server before anything is charged, computed or stored: a task of
     round 10^12 would make all later ones stale, a τ of a million would spend the budget at once.
     """
@@ -129,6 +131,7 @@ class TaskChecks:
         # The vectors of tasks that do not train; None: the plan has no such task.
         self._others = {EVALUATION: model if plan.evaluation_terms else None, FINAL: model}
         self._received: dict[int, Vectors] = {0: first.vectors}
+        self.longest = sum(vector.numel() for vector in first.vectors.values())
 
     def in_full(self, task: Task) -> tuple[Task | None, str, str]:
         """Return the complete task if it may be carried out; else None, a refusal code, and why.
@@ -297,7 +300,8 @@ class Site:
         site's own. Raises FedpactError: the site has stopped, or its disk is full.
         """
         objection = self._objection(task, seen)
-        if not objection and task.algorithm == FINAL:
+        if task.algorithm == FINAL and objection in ("", "ledger"):
+            # It releases nothing, so no fault of the ledger keeps it from the site.
             return self._taken_over(task)
         if not objection and task.algorithm == READY:
             return self._without_release(task)
@@ -411,6 +415,11 @@ class Site:
         if found is None:
             return None
         return describe_ending(self.run, self.plan, found, self.files.directory / RUN)
+
+    @property
+    def longest_question(self) -> int:
+        """The largest number of values in a task of the plan."""
+        return self._checks.longest
 
     @property
     def most_vectors(self) -> int:

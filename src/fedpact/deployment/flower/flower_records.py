@@ -13,6 +13,13 @@ from fedpact.common.errors import InputError
 _T = TypeVar("_T")
 PIECE: Final = 4 * 2**20
 """How many bytes of a block a record holds at most."""
+_MARGIN_BYTES, _MARGIN_EACH_BYTES = 2**16, 2**12
+
+
+def most_bytes(numbers: int, sites: int) -> int:
+    """Return the longest message with so many numbers: 8 bytes each, plus 64 KiB and 4 KiB per site
+    for headers, signatures and masking keys."""
+    return 8 * numbers + _MARGIN_BYTES + _MARGIN_EACH_BYTES * sites
 
 
 def to_record(

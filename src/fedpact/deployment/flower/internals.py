@@ -13,15 +13,16 @@ Flower's modules with a web server or a database in them are not imported: they 
 import hashlib
 import json
 import logging
+import math
 import queue
 import ssl
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import httpx
 from cryptography.hazmat.primitives import hashes, serialization
@@ -103,7 +104,6 @@ _START_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.1
 _HEARTBEAT_SECONDS: Final = 10.0
 _WHOLE_SECONDS: Final = 60.0
-_MOST_ANSWER_BYTES: Final = 2**30
 _LEAST_BYTES_PER_SECOND: Final = 10_000
 _ACTIVATION_FAILED: Final = 2004  # flwr.supercore.error.ApiErrorCode, which loads a web server
 _MoreHeaders = Callable[[ProtobufRequestContext], Mapping[str, str]]
@@ -330,14 +330,30 @@ class TaskQueue:
 class FleetLink:
     """A site's connection to the Fleet API of its server, as a SuperNode's.
 
-    key: the site's private key. context: see `tls`. Methods raise httpx.HTTPError where the server
-    is away or refuses; `next` and `answer` also whatever Flower's modules raise.
+    key: the site's private key. context: see `tls`. most: the longest question in bytes. What the
+    server sends in one call is limited to that, and to the time that it takes at 10 kB/s and a
+    minute. Methods raise httpx.HTTPError where the server is away, refuses or exceeds the limits;
+    `next` and `answer` also whatever Flower's modules raise.
     """
 
     def __init__(
-        self, address: str, context: ssl.SSLContext, key: ec.EllipticCurvePrivateKey
+        self, address: str, context: ssl.SSLContext, key: ec.EllipticCurvePrivateKey, most: int
     ) -> None:
         self._public, self._node = public_pem(key.public_key()), Node()
+        self._most = self._left = most
+        self._end, link = math.inf, self
+
+        class Timed(ssl.SSLSocket):
+            """Reads until the end of a call: httpx limits the time of each read alone."""
+
+            def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
+                left = link._end - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError("its answer did not come in time")
+                self.settimeout(min(self.gettimeout() or left, left))
+                return super().recv(buflen, flags)
+
+        context.sslsocket_class = Timed
 
         def sign(_: ProtobufRequestContext) -> dict[str, str]:
             stamp = now().isoformat()
@@ -353,7 +369,7 @@ class FleetLink:
         connection = self._client._client  # pyright: ignore[reportPrivateUsage]
         # Or a dishonest server could have a site send requests to other machines of its network.
         connection.follow_redirects = False
-        connection.event_hooks = {"response": [_check_body]}
+        connection.event_hooks = {"response": [self._check_body]}
 
     def close(self) -> None:
         """Close the connection."""
@@ -371,7 +387,8 @@ class FleetLink:
             self._leave(known)
         interval = HEARTBEAT_DEFAULT_INTERVAL
         request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=interval)
-        number = self._client.ActivateNode(request).node_id
+        with self._limited(self._most):
+            number = self._client.ActivateNode(request).node_id
         self._node = Node(node_id=number)
         beat = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=interval)
         try:
@@ -383,14 +400,15 @@ class FleetLink:
 
     def next(self) -> Message | None:
         """Return a question that waits for this site, in full; None if there is none."""
-        found = self._client.PullMessages(PullMessagesRequest(node=self._node))
-        if not found.messages_list:
-            return None
-        about, tree = found.messages_list[0].metadata, found.message_object_trees[0]
-        # Of a server that was killed while it sent a question, the rest never comes.
-        message = _pull(
-            self._client, self._node, about.run_id, about.message_id, tree, _WHOLE_SECONDS
-        )
+        with self._limited(self._most):
+            found = self._client.PullMessages(PullMessagesRequest(node=self._node))
+            if not found.messages_list:
+                return None
+            about, tree = found.messages_list[0].metadata, found.message_object_trees[0]
+            # Of a server that was killed while it sent a question, the rest never comes.
+            message = _pull(
+                self._client, self._node, about.run_id, about.message_id, tree, _WHOLE_SECONDS
+            )
         TaskIdentity.task_id, TaskIdentity.run_id = 0, about.run_id
         TaskIdentity.node_id = self._node.node_id
         return message
@@ -398,12 +416,37 @@ class FleetLink:
     def answer(self, message: Message, seconds: float) -> None:
         """Send an answer, which took so long to make."""
         request = PushMessagesRequest(node=self._node, clientapp_runtime_list=[seconds])
-        _push(self._client, self._node, message, request)
+        values = (value for part in message.content.values() for value in part.values())
+        with self._limited(sum(len(value) for value in values if isinstance(value, bytes))):
+            _push(self._client, self._node, message, request)
 
     def _leave(self, node: int) -> None:
         # Refused where it is not connected, or a new database knows it under another number.
-        with suppress(httpx.HTTPStatusError):
+        with suppress(httpx.HTTPStatusError), self._limited(self._most):
             self._client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+
+    @contextmanager
+    def _limited(self, size: int) -> Generator[None]:
+        """Limit the time of the block's requests to that of so many bytes on a slow line."""
+        self._end = time.monotonic() + _WHOLE_SECONDS + size / _LEAST_BYTES_PER_SECOND
+        try:
+            yield
+        finally:
+            self._left, self._end = self._most, math.inf
+
+    def _check_body(self, response: httpx.Response) -> None:
+        """Raise httpx.RemoteProtocolError for a body that may fill the memory.
+
+        One megabyte of a compressed body may expand to a gigabyte. Flower's servers compress
+        nothing, and declare the length of each body.
+        """
+        length = response.headers.get("content-length", "")
+        self._left -= int(length) if length.isdecimal() else self._most + 1
+        if self._left < 0 or "content-encoding" in response.headers:
+            raise httpx.RemoteProtocolError(
+                "it sends a compressed body, one of undeclared length, or more than the plan's "
+                f"longest message, {self._most} bytes"
+            )
 
 
 class Headers:
@@ -435,44 +478,6 @@ class Headers:
             except httpx.TransportError:
                 if self._closed is None or self._closed.wait(_RETRY_SECONDS):
                     raise
-
-
-class _Timed(httpx.SyncByteStream):
-    """A body that raises httpx.ReadTimeout if it has not come in full within `seconds`.
-
-    httpx limits the time of each read alone, which a byte now and then keeps to for ever.
-    """
-
-    def __init__(self, body: httpx.SyncByteStream, seconds: float) -> None:
-        self._body, self._seconds = body, seconds
-        self._end = time.monotonic() + seconds
-
-    def __iter__(self) -> Iterator[bytes]:
-        for part in self._body:
-            if time.monotonic() > self._end:
-                raise httpx.ReadTimeout(f"its answer did not come within {self._seconds:.0f} s")
-            yield part
-
-    def close(self) -> None:
-        """Close the body."""
-        self._body.close()
-
-
-def _check_body(response: httpx.Response) -> None:
-    """Limit a body's time, and raise httpx.RemoteProtocolError if it may fill the memory.
-
-    One megabyte of a compressed body may expand to a gigabyte. Flower's servers compress nothing,
-    and declare the length of each body.
-    """
-    length = response.headers.get("content-length", "")
-    known = length.isdecimal() and int(length) <= _MOST_ANSWER_BYTES
-    if known and "content-encoding" not in response.headers:
-        seconds = _WHOLE_SECONDS + int(length) / _LEAST_BYTES_PER_SECOND
-        response.stream = _Timed(cast(httpx.SyncByteStream, response.stream), seconds)
-        return
-    raise httpx.RemoteProtocolError(
-        "it sends a compressed body, one of undeclared length or one of more than 1 GiB"
-    )
 
 
 def _push(client: Any, node: Node, message: Message, request: Any) -> Any:

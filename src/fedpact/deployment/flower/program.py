@@ -1,16 +1,10 @@
-"""Flower's SuperLink, in a process that ends when the program's main thread does.
+"""Flower's SuperLink, in a thread of the server's process.
 
-    python -P program.py MOST_BYTES ARGUMENTS...
-
-MOST_BYTES: the longest body of a request. ARGUMENTS: of `flower-superlink`.
-
-The SuperLink accepts only connections with a party's key, and a Guard checks its requests; Flower
-has no options for that. This file imports nothing of fedpact, which may not be importable from the
-server's directory, in which the process runs.
+As a process of its own it would take 100 MB more, and could be lost alone. It accepts only
+connections with a party's key, and a Guard checks its requests; Flower has no options for that.
 """
 
 import ctypes
-import gc
 import json
 import logging
 import mmap
@@ -20,10 +14,13 @@ import ssl
 import struct
 import sys
 import threading
-import traceback
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Generator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Final
+
+from fedpact.common.files import private_opener
 
 ANCHORS: Final = "flower/parties.pem"
 """In the server's directory: whose connections a SuperLink lets in (keys.render_anchors)."""
@@ -32,7 +29,11 @@ CLIENT: Final = "flower/client.pem"
 
 SOCKETS: Final = "/fedpact/sockets"
 
-_STARTED_SECONDS = 10.0
+LOG: Final = "flower/log.txt"
+"""In a server's directory: what its SuperLink says."""
+
+_GRACE_SECONDS = 5.0
+_M_ARENA_MAX = -8  # of malloc.h
 _Event = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Event]]
 _Send = Callable[[_Event], Awaitable[None]]
@@ -130,12 +131,26 @@ def release_code() -> None:
             advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
-def _guard_superlink(most: int) -> None:
-    """Make uvicorn in this process accept only parties, and wrap its application in a Guard."""
+def share_memory_pools() -> None:
+    """Have threads of this process share two memory pools; else each has one (Linux's glibc)."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+
+
+@contextmanager
+def superlink(directory: Path, most: int, arguments: Sequence[str]) -> Generator[threading.Thread]:
+    """Run `flower-superlink` with these arguments during the block, in the thread that is given.
+
+    directory: the server's. most: the longest body of a request in bytes. The thread ends before
+    the block does if the SuperLink fails; LOG has the reason.
+    """
     import uvicorn
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    sockets = Sockets()
+    os.environ["FLWR_HOME"] = str((directory / LOG).parent.resolve())
+    (script,) = entry_points(group="console_scripts", name="flower-superlink")
+    program, flower = script.load(), logging.getLogger("flwr")
+    sockets, servers = Sockets(), list[uvicorn.Server]()
 
     class Counted(AutoHTTPProtocol):
         def connection_made(self, transport: Any) -> None:
@@ -143,38 +158,33 @@ def _guard_superlink(most: int) -> None:
             sockets.opened(told("peername"), told("socket"))
             super().connection_made(transport)
 
-    more = {"ssl_ca_certs": ANCHORS, "ssl_cert_reqs": ssl.CERT_REQUIRED, "http": Counted}
-    run = uvicorn.run
-    uvicorn.run = lambda app, **options: run(Guard(app, sockets, most), **options, **more)
+    with open(directory / LOG, "a", encoding="utf-8", opener=private_opener) as log:
 
+        def run(app: _App, *, log_config: Any, **options: Any) -> None:
+            for handler in log_config["handlers"].values():
+                handler["stream"] = log
+            anchors = {"ssl_ca_certs": directory / ANCHORS, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+            more: Any = {**options, **anchors, "log_config": log_config, "http": Counted}
+            servers.append(uvicorn.Server(uvicorn.Config(Guard(app, sockets, most), **more)))
+            servers[0].run()
 
-def run_superlink(most: int) -> int:
-    """Run `flower-superlink` with this process's arguments; return its exit status."""
-    try:
-        (script,) = entry_points(group="console_scripts", name="flower-superlink")
-        # Loaded modules stay alive; see deployment/party.py.
-        gc.disable()
-        program = script.load()
-        gc.freeze()
-        gc.enable()
-        _guard_superlink(most)
-        timer = threading.Timer(_STARTED_SECONDS, release_code)
-        timer.daemon = True
-        timer.start()
-        program()
-        return 0
-    except SystemExit as end:
-        # `sys.exit` also accepts None and text.
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # a second signal while it ends is a KeyboardInterrupt
-        traceback.print_exc()
-    return 1
+        def work() -> None:
+            try:
+                program()
+            except SystemExit:
+                pass  # the log says why
+            except BaseException as error:
+                flower.exception("%s: %s", type(error).__name__, error)
 
-
-if __name__ == "__main__":
-    most_bytes = int(sys.argv.pop(1))
-    status = run_superlink(most_bytes)
-    logging.shutdown()
-    sys.stdout.flush()
-    # Exit even if other threads are still running.
-    os._exit(status)
+        for handler in flower.handlers:
+            handler.setStream(log)  # pyright: ignore[reportAttributeAccessIssue]
+        flower.propagate = False
+        uvicorn.run, sys.argv = run, ["flower-superlink", *arguments]
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield thread
+        finally:
+            for server in servers:
+                server.should_exit = True
+            thread.join(_GRACE_SECONDS)

@@ -46,17 +46,13 @@ APP: Final = Path(__file__).with_name("app")
 """The Flower app. At a SuperLink of our own nothing in it is carried out."""
 
 
-_MARGIN_BYTES, _MARGIN_EACH_BYTES = 2**16, 2**12
-
-
 def most_request_bytes(coordinator: Coordinator) -> int:
     """Return the longest permitted body of a request in bytes, for the plan and federation.
 
-    It is 8 bytes per number of the longest message, or one piece of a longer one, plus 64 KiB and
-    4 KiB per site for headers, signatures and masking keys.
+    It has the numbers of the longest message, or those of one piece of a longer one.
     """
-    longest = min(8 * coordinator.longest_message, flower_records.PIECE)
-    return longest + _MARGIN_BYTES + _MARGIN_EACH_BYTES * len(coordinator.federation.sites)
+    longest = min(coordinator.longest_message, flower_records.PIECE // 8)
+    return flower_records.most_bytes(longest, len(coordinator.federation.sites))
 
 
 class AppGrid:

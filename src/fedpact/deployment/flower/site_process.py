@@ -34,7 +34,7 @@ _AHEAD_SECONDS, _BEHIND_SECONDS = 5.0, 305.0
 # All sites together look for questions so many times a second, and each at least so often.
 _LOOKS_PER_SECOND, _MOST_PAUSE_SECONDS = 10, 3.0
 _SILENT_SECONDS = 20.0
-_MOST_SEAL_BYTES, _MOST_BYTES = 2**12, 2**30
+_MOST_SEAL_BYTES = 2**12
 
 
 class NotLetIn(FedpactError):
@@ -52,7 +52,7 @@ def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
     key, address = keys.read_private_key(directory / "site.key"), site.federation.address
     known, let_in = _known(directory), False
     pause = min(_MOST_PAUSE_SECONDS, len(site.federation.sites) / _LOOKS_PER_SECOND)
-    link = FleetLink(address, tls(directory), key)
+    link = FleetLink(address, tls(directory), key, _most_bytes(site))
     try:
         # Its time tells whether the site is at work (health.find_outage).
         with link.enter(known, (directory / NODE).touch) as node:
@@ -86,6 +86,10 @@ def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
         link.close()
     if site.stopped:
         raise FedpactError(site.stopped)
+
+
+def _most_bytes(site: Site) -> int:
+    return flower_records.most_bytes(site.longest_question, len(site.federation.sites))
 
 
 def _known(directory: Path) -> int | None:
@@ -220,7 +224,7 @@ def listen(site: Site, directory: Path, path: Path) -> None:
 
 def _answer_at(link: Connection, site: Site, key: ec.EllipticCurvePrivateKey) -> None:
     parts = list[bytes]()
-    for most in (_MOST_SEAL_BYTES, _MOST_BYTES):
+    for most in (_MOST_SEAL_BYTES, _most_bytes(site)):
         if not link.poll(_SILENT_SECONDS):
             raise TimeoutError("it did not come")
         parts.append(link.recv_bytes(most))
