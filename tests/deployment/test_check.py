@@ -107,6 +107,19 @@ def test_a_wrong_unit_is_named(sites, tmp_path):
     assert not any("unit?" in remark for remark in found.remarks)
 
 
+def test_a_clamped_column_in_another_unit_does_not_open(sites, tmp_path, monkeypatch):
+    """None of its records would be left out, and all would hold one number."""
+    monkeypatch.setitem(COLUMNS["lactate"], "clamp", True)
+    _, (home,) = sites(write(tmp_path / "own.csv", rows(factor=99.0)))
+    found = check_site(home)
+    assert found.left_out == []
+    (told,) = found.problems
+    assert told.startswith("column lactate: 100.0 % of its values are beyond the declared range")
+    shown = CliRunner().invoke(app, ["deploy", "approve", str(home), "--by", "A. Owner"])
+    assert shown.exit_code != 0
+    assert "declared 0 to 20: different unit?" in " ".join(shown.output.split())
+
+
 @pytest.mark.parametrize("earlier", [False, True])
 def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
     table = spoiled(tmp_path / "own.csv", 5)

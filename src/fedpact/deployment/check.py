@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from fedpact.common.errors import DataError, FedpactError, PolicyRefused
-from fedpact.common.format import counted, toml, toml_key
+from fedpact.common.format import counted, percent, toml, toml_key
 from fedpact.data.cells import (
     Cells,
     find_named,
@@ -285,6 +285,12 @@ def _look_at_table(
         guessed = name in found.renamed
         looked = ColumnCells.of(f"{name} ({source.column!r})" if guessed else name, cells)
         found.columns.append(one := looked.summary(own))
+        if own.clamp and 2 * one.outside > 1 and not found.reserved:
+            found.problems.append(
+                f"column {name}: {percent(one.outside)} of its values are beyond the declared "
+                "range, and would be set to its nearer end: give the file's unit as `factor` in "
+                "[columns] of site.toml, or have the federation declare another range"
+            )
         found.mends += _mend(name, source, looked.texts, own, one.remark, guessed=guessed)
     # Only entries that can be used: the others are problems already.
     changed = {"records": str(path.absolute()), "columns": sources}

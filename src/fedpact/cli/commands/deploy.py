@@ -184,6 +184,10 @@ def approve(
     out.print(approval.describe(directory), markup=False)
     found = check_site(directory)
     print_cost(found)
+    if found.remarks:
+        out.print("\nTo look at in your records first:")
+    for remark in found.remarks:
+        out.print(f"- {remark}", markup=False)
     if by is None:
         for problem in found.problems:
             out.print(f"It cannot start: {problem}", style="red", markup=False)
