@@ -20,6 +20,7 @@ import fedpact
 from fedpact.cli.commands import deploy
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError
+from fedpact.common.format import percent
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import exclusive
 from fedpact.deployment import live
@@ -154,8 +155,12 @@ def test_released_values_are_shown_during_the_run(finished, unended):
 def test_status_names_the_majority_class_and_the_worst(finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path / "server" / "run")
     (tmp_path / "server" / "federation.toml").touch()
-    assert deploy._released(tmp_path) == take_snapshot(finished.folder)["compared"]
-    assert len(deploy._released(tmp_path)) == 2
+    figures, *compared = deploy._released(tmp_path)
+    assert compared == take_snapshot(finished.folder)["compared"]
+    assert len(compared) == 2
+    whole = finished.summary["evaluation"]["figures"]
+    (whole,) = (f for f in whole if (f["name"], f["about"]) == ("accuracy", "all"))
+    assert f"accuracy {percent(whole['value'])}" in figures
 
 
 @pytest.mark.parametrize("code", ["absent", "unheard of"])

@@ -261,8 +261,12 @@ def status(
 
 
 def _released(directory: Path) -> list[str]:
-    """Return how released accuracies compare with the most frequent class; empty at a site."""
+    """Return the released figures, and how they compare with the most frequent class.
+
+    Empty at a site.
+    """
     from fedpact.deployment.snapshot import describe_released, find_released, find_run
+    from fedpact.report.evaluations import describe_figures
     from fedpact.report.run_summary import read_run
 
     if (directory / "site.toml").exists():
@@ -270,7 +274,10 @@ def _released(directory: Path) -> list[str]:
     folder = find_run(directory)[1]
     begun = all((folder / name).exists() for name in ("plan.json", "rounds.jsonl"))
     released = find_released(read_run(folder)) if begun else None
-    return [] if released is None else describe_released(released)
+    if released is None:
+        return []
+    figures = f"after round {released['round']}: {describe_figures(released['figures'])}"
+    return [figures, *describe_released(released)]
 
 
 @app.command()
