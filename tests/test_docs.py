@@ -18,7 +18,7 @@ import pytest
 import fedpact.algorithms
 fedpact.algorithms.__path__.append(sys.argv[1])
 tests = [f"tests/conformance/test_{part}.py" for part in ("suite", "sensitivity", "bounds")]
-sys.exit(pytest.main(["-q", "-k", "serverstep", "-p", "no:cacheprovider", *tests]))
+sys.exit(pytest.main(["-q", "-m", "", "-k", "serverstep", "-p", "no:cacheprovider", *tests]))
 """
 
 
