@@ -34,7 +34,7 @@ PLACEMENTS: Final = {
 }
 """How a site places records, as its log and its receipt say it."""
 
-_LENGTHS = (*range(8, 64, 8), *range(64, 128, 16), 128, 192, 256, 384, 512, 768, 1024)
+_LENGTHS = (4, *range(8, 64, 8), *range(64, 128, 16), 128, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True)
