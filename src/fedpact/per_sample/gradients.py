@@ -67,6 +67,19 @@ def part(shares: list[Share], space: Space) -> Part:
     return joined.special() or _by_rows(joined, space)
 
 
+def together(shares: dict[str, list[Share]]) -> list[tuple[list[str], list[Share]]]:
+    """Shares by the names of their parameters, short rows that are made of several as one."""
+    short = {
+        name: some[0].rows(slice(0, some[0].batch))
+        for name, some in shares.items()
+        if len(some) == 1 and type(some[0]) is Made and some[0].size <= norms.BLOCK
+    }
+    groups = [([name], some) for name, some in shares.items() if some and name not in short]
+    if short:
+        groups.append(([*short], [Made(torch.cat([*short.values()], 1))]))
+    return groups
+
+
 def difference(shares: list[Share], others: list[Share]) -> list[Share]:
     """Shares of the difference of two gradients, each the sum of its shares.
 

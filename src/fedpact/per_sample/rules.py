@@ -412,6 +412,7 @@ def of_arguments(share: Share, op: str, args: list[Any]) -> Shares | None:
     if op in _PRODUCTS and args[0].dim() == args[1].dim() == 2:
         return {0: Outer(g, u @ args[1].t()), 1: Outer(g @ args[0], u)}
     turned = op in _TURNS or (op == "aten.transpose.int" and (args[1] - args[2]) % 2)
+    turned |= op == "aten.permute.default" and args[1][0] % 2 == 1
     return {0: Outer(u, g)} if turned and args[0].dim() == 2 else None
 
 
