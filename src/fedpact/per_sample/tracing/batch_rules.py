@@ -330,6 +330,14 @@ def attention(node: Node, at: At) -> Where:
     return where
 
 
+def distances(node: Node, at: At) -> Where:
+    """Between points [..., P, M] and [..., R, M]: the batch is before the last two dimensions."""
+    where = _aligned(node, at, node.all_input_nodes)
+    if where.dim >= -2:
+        raise Mixed(f"operation {node.target} compares records")
+    return where
+
+
 def sampled(node: Node, at: At) -> Where:
     """Images [N, C, ...] at points [N, ..., D] of their own."""
     where, _ = _records_in(node, at)
@@ -372,7 +380,7 @@ def instance_norm(node: Node, at: At) -> Where:
 
 
 def embedding(node: Node, at: At) -> Where:
-    """Rows of a table, by integers of records."""
+    """Rows of a table by integers of records, or the places of their numbers in a sorted one."""
     _only(node, at, 1)
     return _records_in(node, at, 1)[0]
 
@@ -403,9 +411,11 @@ def recurrent(node: Node, at: At) -> Where:
     hidden = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
     lengths = node.kwargs.get("lengths")
     others = [n for n in node.all_input_nodes if n not in (node.args[0], *hidden, lengths)]
-    right = (
-        at(lengths) in (None, Where(0)) and where == Where(0 if node.args[-1] else 1) and count == 3
-    )
-    if not right or any(at(h) not in (None, Where(1)) for h in hidden) or any(map(at, others)):
+    right = where.dim == (0 if node.args[-1] else 1) and count == 3
+    # Several sequences of a record are rows of the batch, each with its own state and length.
+    right &= at(lengths) in (None, where._replace(dim=0))
+    if not right or any(at(h) not in (None, where._replace(dim=1)) for h in hidden):
+        raise Mixed(f"operation {node.target} has its batch elsewhere")
+    if any(map(at, others)):
         raise Mixed(f"operation {node.target} has its batch elsewhere")
     return where

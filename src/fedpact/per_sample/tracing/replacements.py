@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from string import ascii_letters
 from typing import Any, Final, cast
 
 import torch
@@ -72,6 +73,24 @@ def _shaped_as(x: Tensor, like: Tensor) -> Tensor:
 
 def _expanded_as(x: Tensor, like: Tensor, **_: Any) -> Tensor:
     return x.expand(like.shape)
+
+
+def _spelled(equation: str, tensors: Sequence[Tensor], **_: Any) -> Any:
+    """An einsum with a letter for each dimension in the place of dots, and with its result."""
+    terms, arrow, out = equation.replace(" ", "").partition("->")
+    if arrow and "." not in equation:
+        return NotImplemented
+    if not arrow:
+        once = sorted(c for c in {*terms} - {*".,"} if terms.count(c) == 1)
+        out = "".join(["..." * ("." in terms), *once])
+    each = list(zip(terms.split(","), tensors, strict=True))
+    more = [t.dim() - len(term) + 3 if "." in term else 0 for term, t in each]
+    free = "".join(c for c in ascii_letters if c not in equation)[: max(more)]
+    # Dimensions in the place of dots are broadcast, the last ones together.
+    spelt = [
+        term.replace("...", free[len(free) - n :]) for (term, _), n in zip(each, more, strict=True)
+    ]
+    return torch.einsum(f"{','.join(spelt)}->{out.replace('...', free)}", list(tensors))
 
 
 def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -234,6 +253,13 @@ def _stand_in(op: Any, suffix: str = "", more: str = "") -> Any:
     return getattr(cast(Any, torch.ops).fedpact, name).default
 
 
+_OTHER_NAMES: Final = {
+    "multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div",
+    "negative": "neg", "absolute": "abs", "greater": "gt", "greater_equal": "ge", "less": "lt",
+    "less_equal": "le", "not_equal": "ne", "clip": "clamp", "fix": "trunc", "arctan": "atan",
+    "arctan2": "atan2",
+}  # fmt: skip
+
 TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.lstm_cell.default: _cell(_lstm, lambda state: state[0]),
     _aten.gru_cell.default: _cell(_gru),
@@ -241,6 +267,13 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
     _aten.copy.default: _copied,
+    _aten.einsum.default: _spelled,
+    **{
+        getattr(getattr(_aten, other), overload): getattr(_aten, name)
+        for other, name in _OTHER_NAMES.items()
+        for overload in getattr(_aten, other).overloads()
+        if "out" not in overload
+    },
     _aten.bilinear.default: _bilinear,
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _added),
     # Of the second tensor they read the form alone, not the records.
