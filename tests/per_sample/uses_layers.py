@@ -131,7 +131,10 @@ def _distances(g: Draw) -> tuple[object, ...]:
 
 
 add("cdist", _distances)
-add("stft", lambda g: (g.like([2, 8], int(not g.likely())), 4, 2, 4, g.constant(4), False, True, True))
+add(
+    "stft",
+    lambda g: (g.like([2, 8], int(not g.likely())), 4, 2, 4, g.constant(4), False, True, True),
+)
 add("matmul linalg_matmul", _product((1, 2, 3, 4), (1, 2, 3, 4)))
 add("mm", _product((2,), (2,)))
 add("bmm", _product((3,), (3,)))

@@ -42,6 +42,7 @@ Shares = dict[str, list[Share]]
 _aten = cast(Any, torch.ops.aten)
 _max_pool = cast(Callable[..., tuple[Tensor, Tensor]], _aten.max_pool2d_with_indices.default)
 
+
 @dataclass(frozen=True, eq=False)
 class _Source:
     """The source of an argument: a parameter, or a function of several.

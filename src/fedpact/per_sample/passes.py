@@ -249,10 +249,10 @@ class Passes:
                 if len(views) == 1:
                     one.add(c, good, views[0])
                     continue
-                sizes = [view.numel() for view in views]
-                one.add(c, good, joined := total.new_zeros(sum(sizes)))
-                for view, found in zip(views, joined.split(sizes), strict=True):
-                    view.add_(found.view(view.shape))
+                one.add(c, good, rest := total.new_zeros(sum(v.numel() for v in views)))
+                for view in views:
+                    view.add_(rest[: view.numel()].view(view.shape))
+                    rest = rest[view.numel() :]
 
         def factors() -> list[Tensor]:
             made = [t for some in shares.values() for share in some for t in share.factors()]
@@ -264,8 +264,7 @@ class Passes:
         each = torch.stack(squares).double()
         # One comparison for all parameters: few batches have a gradient this short.
         if on_cpu(each) and (each < norms.SMALL).any():
-            short = (each < norms.SMALL).any(1).tolist()
-            again = [s and p.again for s, p in zip(short, parts, strict=True)]
+            again = [p.again if (p.squares < norms.SMALL).any() else None for p in parts]
             each = torch.stack([a() if a else p.squares for a, p in zip(again, parts, strict=True)])
         total = each.double().sum(0)
         lengths = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()

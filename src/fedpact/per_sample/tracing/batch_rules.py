@@ -291,7 +291,7 @@ def scattered(node: Node, at: At) -> Where:
 def contracted(node: Node, at: At) -> Where:
     """einsum with the batch under one letter in all operands and in the result."""
     equation = cast(str, node.args[0]).replace(" ", "")
-    operands, arrow, result = equation.partition("->")
+    operands, _, result = equation.partition("->")
     tensors = cast(Sequence[Node], node.args[1])
     batch: set[tuple[str, int, int]] = set()
     others = ""
@@ -299,9 +299,9 @@ def contracted(node: Node, at: At) -> Where:
         where = at(tensor)
         if where is None:
             others += letters
-        elif "." not in letters:
+        else:
             batch.add((letters[where.dim], where.outer, where.inner))
-    if not arrow or "." in equation or len(batch) != 1:
+    if "." in equation or len(batch) != 1:
         raise Mixed(f"einsum {equation} is not known to keep records apart")
     letter, outer, inner = batch.pop()
     if letter not in result or letter in others:

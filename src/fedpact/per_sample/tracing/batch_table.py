@@ -58,14 +58,15 @@ RULES: Final[dict[str, Rule]] = {
         "eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor "
         "gt.Scalar gt.Tensor ge.Scalar ge.Tensor logical_and logical_or logical_not logical_xor "
         "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_not __and__.Tensor "
-        "__or__.Tensor __xor__.Tensor isnan isinf isfinite nan_to_num "
-        "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout uniform "
-        "normal_functional empty_like detach alias clone contiguous lift_fresh_copy to.dtype "
-        "to.dtype_layout to.device _to_copy zeros_like ones_like full_like rand_like "
-        "randn_like randint_like randint_like.low_dtype bernoulli exponential log_normal "
-        "cauchy geometric normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor prelu "
-        "fill.Scalar fill.Tensor bernoulli.p floor_divide "
-        "floor_divide.Scalar xlogy.Tensor frac real imag complex view_as_real view_as_complex",
+        "__or__.Tensor __xor__.Tensor isnan isinf isfinite nan_to_num dropout feature_dropout "
+        "alpha_dropout feature_alpha_dropout native_dropout uniform normal_functional empty_like "
+        "detach alias clone contiguous lift_fresh_copy to.dtype to.dtype_layout to.device "
+        "_to_copy zeros_like ones_like full_like rand_like randn_like randint_like "
+        "randint_like.low_dtype bernoulli exponential log_normal cauchy geometric "
+        "normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor prelu fill.Scalar "
+        "fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac real imag "
+        "complex view_as_real view_as_complex multiply.Tensor "
+        "subtract.Tensor divide.Tensor true_divide.Tensor negative absolute",
     ),
     **_named(
         rules.unreduced(2), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss"

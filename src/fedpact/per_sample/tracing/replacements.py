@@ -83,13 +83,11 @@ def _spelled(equation: str, tensors: Sequence[Tensor], **_: Any) -> Any:
     if not arrow:
         once = sorted(c for c in {*terms} - {*".,"} if terms.count(c) == 1)
         out = "".join(["..." * ("." in terms), *once])
-    each = list(zip(terms.split(","), tensors, strict=True))
-    more = [t.dim() - len(term) + 3 if "." in term else 0 for term, t in each]
+    each = terms.split(",")
+    more = [t.dim() - len(e) + 3 if "." in e else 0 for e, t in zip(each, tensors, strict=True)]
     free = "".join(c for c in ascii_letters if c not in equation)[: max(more)]
     # Dimensions in the place of dots are broadcast, the last ones together.
-    spelt = [
-        term.replace("...", free[len(free) - n :]) for (term, _), n in zip(each, more, strict=True)
-    ]
+    spelt = [e.replace("...", free[len(free) - n :]) for e, n in zip(each, more, strict=True)]
     return torch.einsum(f"{','.join(spelt)}->{out.replace('...', free)}", list(tensors))
 
 
@@ -253,13 +251,6 @@ def _stand_in(op: Any, suffix: str = "", more: str = "") -> Any:
     return getattr(cast(Any, torch.ops).fedpact, name).default
 
 
-_OTHER_NAMES: Final = {
-    "multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div",
-    "negative": "neg", "absolute": "abs", "greater": "gt", "greater_equal": "ge", "less": "lt",
-    "less_equal": "le", "not_equal": "ne", "clip": "clamp", "fix": "trunc", "arctan": "atan",
-    "arctan2": "atan2",
-}  # fmt: skip
-
 TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.lstm_cell.default: _cell(_lstm, lambda state: state[0]),
     _aten.gru_cell.default: _cell(_gru),
@@ -268,12 +259,6 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.take_along_dim.default: _taken,
     _aten.copy.default: _copied,
     _aten.einsum.default: _spelled,
-    **{
-        getattr(getattr(_aten, other), overload): getattr(_aten, name)
-        for other, name in _OTHER_NAMES.items()
-        for overload in getattr(_aten, other).overloads()
-        if "out" not in overload
-    },
     _aten.bilinear.default: _bilinear,
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _added),
     # Of the second tensor they read the form alone, not the records.
