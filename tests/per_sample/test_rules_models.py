@@ -14,7 +14,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.per_sample.gradients import Made, Outer
+from fedpact.per_sample import norms
+from fedpact.per_sample.gradients import Made, Outer, is_few
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.rules import of_arguments
 
@@ -160,13 +161,14 @@ def test_cancelling_positions_in_one_use_erase_no_record(name):
         assert moved(summed, x, y, r, of_r) <= allowed(60, 1.0)
 
 
-@pytest.mark.parametrize("case", ["t", "transpose", "add", "mul", "mm"])
+@pytest.mark.parametrize("case", ["t", "transpose", "permute", "add", "mul", "mm"])
 def test_an_outer_product_reaches_a_weights_factors(case):
     g, u = (torch.randn(4, 7, n, dtype=torch.float64) for n in (5, 6))
     aten = torch.ops.aten
     op, shapes, more = {
         "t": (aten.t.default, [(6, 5)], ()),
         "transpose": (aten.transpose.int, [(6, 5)], (0, -1)),
+        "permute": (aten.permute.default, [(6, 5)], ([1, 0],)),
         "add": (aten.add.Tensor, [(5, 6), (5, 6)], ()),
         "mul": (aten.mul.Tensor, [(5, 6)], (0.5,)),
         "mm": (aten.mm.default, [(5, 2), (2, 6)], ()),
@@ -187,3 +189,65 @@ def test_other_functions_of_a_weight_use_autograd():
     assert of_arguments(share, "aten.mul.Tensor", [w, torch.randn(5, 6)]) is None
     assert of_arguments(share, "aten.add.Tensor", [w, torch.randn(6)]) is None
     assert of_arguments(Made(torch.randn(4, 30)), "aten.t.default", [w.t()]) is None
+
+
+class Sentence(nn.Module):
+    """Sequences of a record, one after another, by a recurrence with dropout between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True, dropout=0.5)
+
+    def forward(self, x):
+        return self.steps(x.reshape(-1, 3, 3))[0].reshape(len(x), -1, 8)
+
+
+class Marked(nn.Module):
+    """Numbers by the range that they are in, and by their distances from learnt points."""
+
+    def __init__(self):
+        super().__init__()
+        self.marks, self.points = nn.Embedding(4, 3), nn.Parameter(torch.randn(5, 3))
+        self.register_buffer("ends", torch.tensor([-1.0, 0.0, 1.0]))
+
+    def forward(self, x):
+        places = torch.bucketize(x, self.ends) + torch.searchsorted(self.ends, x)
+        found = torch.cdist(self.marks(places // 2).sum(2) + x, self.points)
+        wave = torch.stft(
+            x.flatten(1), 4, window=torch.hann_window(4, dtype=x.dtype), return_complex=True
+        )
+        scaled = torch.einsum("...d,de", torch.multiply(found, (-found).exp()), self.points)
+        return torch.cat([scaled, wave.abs().mean((1, 2))[:, None, None].expand(-1, 6, 3)], 2)
+
+
+@pytest.mark.parametrize(("layer", "width"), [(Sentence, 8), (Marked, 6)])
+def test_what_is_folded_marked_or_compared_is_exact_and_bounded(layer, width):
+    torch.manual_seed(0)
+    x, y = 2 * torch.randn(4, 6, 3, dtype=torch.float64), torch.arange(4) % 3
+    still = Means(layer(), width).double().eval()
+    exact(PerSampleKernel(FlatModel(still), cross_entropy), x, y)
+    kernel = PerSampleKernel(FlatModel(Means(layer(), width)), cross_entropy)
+    r, clip = torch.tensor([3e38, -1e-30, 40.0]).expand(1, 6, 3), 0.3
+    assert moved(
+        lambda *of: kernel.clipped_sum(*of, clip),
+        x.float(),
+        y,
+        r,
+        torch.zeros(1, dtype=torch.int64),
+    ) <= allowed(5, clip)
+
+
+@pytest.mark.parametrize("positions", [20, 600])
+def test_wide_gradients_that_are_not_kept_are_exact(positions, monkeypatch):
+    """With Gram matrices where they are good enough for so many positions."""
+    monkeypatch.setattr(norms, "KEEP_BYTES", 1)
+    g, u = (torch.randn(3, positions, width) for width in (700, 600))
+    u[1] = u[1, :1]
+    share = Outer(g, u)
+    assert is_few(g, positions, share.size, 600, least=0) == (positions == 20)
+    part = share.by_gram()
+    rows = torch.bmm(g.double().mT, u.double()).flatten(1)
+    assert torch.allclose(part.squares, rows.square().sum(1), rtol=1e-9)
+    total, c = torch.zeros(700, 600), torch.tensor([0.5, 2.0, 0.0])
+    part.add(c, None, total)
+    assert torch.allclose(total.flatten(), (rows.t() @ c.double()).float(), rtol=1e-5, atol=1e-4)

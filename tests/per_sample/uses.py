@@ -89,7 +89,7 @@ add(
     "hardtanh hardswish hardsigmoid relu6 selu celu elu leaky_relu softplus softshrink hardshrink "
     "log_sigmoid rrelu isnan isinf isfinite nan_to_num detach alias clone contiguous logical_not "
     "lift_fresh_copy zeros_like ones_like rand_like randn_like bernoulli _to_copy t numpy_T mT "
-    "uniform normal_functional empty_like exponential log_normal cauchy",
+    "uniform normal_functional empty_like exponential log_normal cauchy negative absolute",
     _with(),
 )
 add("normal.float_Tensor", lambda g: (0.4, g.x()))
@@ -115,6 +115,7 @@ add("to.device", _with(torch.device("cpu"), torch.float32))
 add("fill.Scalar", _then(lambda g, _: g.rng.choice([2.0, g.batch])))
 add("fill.Tensor", _then(lambda g, _: g.constant()))
 add(
+    "multiply.Tensor subtract.Tensor divide.Tensor true_divide.Tensor "
     "add.Tensor sub.Tensor mul.Tensor div.Tensor rsub.Tensor pow.Tensor_Tensor maximum minimum "
     "fmod.Tensor remainder.Tensor atan2 floor_divide xlogy.Tensor eq.Tensor ne.Tensor lt.Tensor "
     "le.Tensor gt.Tensor ge.Tensor",
@@ -300,4 +301,6 @@ add("select_scatter", _selected)
 _ends = _one_of(None, 2, sys.maxsize)
 add("slice_scatter", _then(lambda g, x: g.partner(x), _dim, _one_of(None, 0, 1), _ends))
 add("embedding", lambda g: (g.constant(3, 4), g.x(kind="i")))
+add("searchsorted.Tensor", lambda g: (g.constant(5), g.x()))
+add("bucketize.Tensor", lambda g: (g.x(), g.constant(5)))
 add("one_hot", lambda g: (g.x(kind="i"), 3 if g.likely() else -1))

@@ -107,12 +107,12 @@ def _classes(extra: int) -> Use:
 def _recurrent(kind: str, gates: int) -> Use:
     def draw(g: Draw) -> tuple[object, ...]:
         first, right = g.likely(), g.likely()
-        x = g.like([2, 2, 3], int(first != right), plain=1)
+        x = g.like([2, 2, 3], int(first != right), plain=0.8)
 
         def state() -> fx.Node:
             if not right:
                 return g.constant(1, 2, 4)
-            drawn = g.like([1, 2, 4], 1, plain=1)
+            drawn = g.like([1, 2, 4], 1, plain=0.8)
             return drawn if g.likely() else g.call(aten.zeros_like.default, drawn)
 
         hidden = [state(), state()] if kind == "lstm" else state()
@@ -122,6 +122,19 @@ def _recurrent(kind: str, gates: int) -> Use:
     return draw
 
 
+def _distances(g: Draw) -> tuple[object, ...]:
+    """Two clouds of points, with the batch in front of both, in one alone, or among points."""
+    dim = 0 if g.likely() else 1
+    x, y = g.like([2, 3, 2], dim, plain=0.7), g.like([2, 4, 2], dim, plain=0.7)
+    alone = g.rng.randrange(4)
+    return (x if alone else g.constant(3, 2)), (y if alone != 1 else g.constant(4, 2)), 2.0, None
+
+
+add("cdist", _distances)
+add(
+    "stft",
+    lambda g: (g.like([2, 8], int(not g.likely())), 4, 2, 4, g.constant(4), False, True, True),
+)
 add("matmul linalg_matmul", _product((1, 2, 3, 4), (1, 2, 3, 4)))
 add("mm", _product((2,), (2,)))
 add("bmm", _product((3,), (3,)))

@@ -72,9 +72,9 @@ def with_lines(error: ModelError, module: nn.Module, record: Tensor) -> ModelErr
     """Return an error with the findings of `find_in_pass` added."""
     seen, first = list(find_in_pass(module, record)), str(error)
     told = "".join(f"\n{number}. {one}" for number, one in enumerate(seen, 1))
-    for line in re.findall(r" in (\S+, line \d+: .*?)\)", first):
+    for line in re.findall(r"([^\s(]+, line \d+: .*?)(?:; | and \d+ more|\): )", told):
         # Each line is named once, with its remedy.
-        first = first.replace(f" in {line}", "") if line in told else first
+        first = first.replace(f" in {line})", ")")
     also = f"\nLines of a pass to look at, each with what to do:{told}" if seen else ""
     return ModelError(first + also)
 

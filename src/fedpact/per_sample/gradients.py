@@ -39,23 +39,45 @@ FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
 
 _FEW = 16
-"""Up to so many positions Gram matrices are good to 2^-15."""
+"""So many positions at most, where gradients are kept: their second product costs more."""
+
+_GOOD = 2**18
+"""Up to a sum T² + O + K of it Gram matrices are good to 2^-15."""
+
+_TERMS = 2**13
+"""So many of a Gram product's terms at most are added at a time; docs/notes/proofs.md has why."""
 
 
 def is_few(like: Tensor, positions: int, size: int, read: int, least: int = 9) -> bool:
     """Whether Gram matrices of so many positions cost less than gradients [size / read, read].
 
-    By measurement: where a gradient has more than `least` times the numbers of its factors.
+    By measurement: where a gradient has more than `least` times the numbers of its factors. like:
+    one of these, [B, ...].
     """
-    many = size > least * positions * (size // max(read, 1) + read)
+    numbers = size // max(read, 1) + read
+    kept = len(like) * size * like.element_size() <= norms.keep_bytes(like)
+    few = positions <= _FEW if kept else positions**2 + numbers < _GOOD
     # Squares of float64's squares have no place in float64.
-    return positions <= _FEW and many and like.dtype != torch.float64
+    return few and size > least * positions * numbers and like.dtype != torch.float64
 
 
 def part(shares: list[Share], space: Space) -> Part:
     """The Part of a parameter whose gradient is the sum of the shares."""
     joined = _joined(shares)
     return joined.special() or _by_rows(joined, space)
+
+
+def together(shares: dict[str, list[Share]]) -> list[tuple[list[str], list[Share]]]:
+    """Shares by the names of their parameters, short rows that are made of several as one."""
+    short = {
+        name: some[0].rows(slice(0, some[0].batch))
+        for name, some in shares.items()
+        if len(some) == 1 and type(some[0]) is Made and some[0].size <= norms.BLOCK
+    }
+    groups = [([name], some) for name, some in shares.items() if some and name not in short]
+    if short:
+        groups.append(([*short], [Made(torch.cat([*short.values()], 1))]))
+    return groups
 
 
 def difference(shares: list[Share], others: list[Share]) -> list[Share]:
@@ -218,8 +240,11 @@ class Outer(Share):
         squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            scaled = (chosen(good, g) * c.double()[:, None, None]).flatten(0, 1)
-            view.add_((scaled.t() @ chosen(good, u).flatten(0, 1)).to(view.dtype))
+            scaled, read = chosen(good, g) * c.double()[:, None, None], chosen(good, u)
+            total = g.new_zeros(view.shape)
+            for some in slices(len(c), max(1, _TERMS // self.length)):
+                total += scaled[some].flatten(0, 1).t() @ read[some].flatten(0, 1)
+            view.add_(total.to(view.dtype))
 
         return Part(squares, add)
 

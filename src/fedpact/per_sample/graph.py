@@ -42,9 +42,6 @@ Shares = dict[str, list[Share]]
 _aten = cast(Any, torch.ops.aten)
 _max_pool = cast(Callable[..., tuple[Tensor, Tensor]], _aten.max_pool2d_with_indices.default)
 
-_BETWEEN_LAYERS = Where(1)
-"""Where a recurrence has its records, steps in front: what its dropout drops."""
-
 
 @dataclass(frozen=True, eq=False)
 class _Source:
@@ -102,7 +99,7 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
 
         run = recurrent.run
         if draws(step.node):
-            run = drawn(run, _BETWEEN_LAYERS)
+            run = drawn(run, use.out[1])
         found: Any = run(step.node.target, args, told, **kwargs)
     else:
         found = step.do(*args, **kwargs)
@@ -332,12 +329,20 @@ def _done(node: Node, state: State) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return recurrent.run(node.target, args, ignored, **kwargs)
 
-    return drawn(run, _BETWEEN_LAYERS) if draws(node) else run
+    # Its dropout works on steps in front of records, which is where its states have them.
+    return drawn(run, cast(tuple[Where, ...], state)[1]) if draws(node) else run
 
 
 def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Share]]":
     if call.op in recurrent.RECURRENT:
-        return [((2, i), Made(g.sum(1)) if u is None else Outer(g, u)) for i, g, u in recorded]
+
+        def apart(steps: Tensor) -> Tensor:
+            return call.positions(call.apart(steps, call.out[1]._replace(dim=0)))
+
+        return [
+            ((2, i), Made(apart(g).sum(1)) if u is None else Outer(apart(g), apart(u)))
+            for i, g, u in recorded
+        ]
     if all(g is None for g in call.grads):
         return []
     return list(shares_of(call).items())

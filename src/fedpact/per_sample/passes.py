@@ -22,7 +22,7 @@ from fedpact.common.params import FlatModel, fewer_digits, on_cpu
 from fedpact.per_sample import memory, norms
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.dense import Dense
-from fedpact.per_sample.gradients import difference, part
+from fedpact.per_sample.gradients import difference, part, together
 from fedpact.per_sample.graph import Graph
 from fedpact.per_sample.layers import gains_by_pixel
 from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for
@@ -235,15 +235,24 @@ class Passes:
 
     def _measured(self, losses: Tensor, shares: Shares) -> Measured:
         self._space.reset()
-        parts = {name: part(some, self._space) for name, some in shares.items() if some}
-        squares = [one.squares for one in parts.values()]
+        groups = together(shares)
+        parts = [part(some, self._space) for _, some in groups]
+        squares = [one.squares for one in parts]
 
         def add(c: Tensor, good: Tensor | None, total: Tensor) -> None:
-            for name, one in parts.items():
-                place = self._model.own[name]
+            for (names, _), one in zip(groups, parts, strict=True):
                 # model.views in one operation.
-                view = total.as_strided(place.shape, place.stride(), place.storage_offset())
-                one.add(c, good, view)
+                views = [
+                    total.as_strided(p.shape, p.stride(), p.storage_offset())
+                    for p in map(self._model.own.__getitem__, names)
+                ]
+                if len(views) == 1:
+                    one.add(c, good, views[0])
+                    continue
+                one.add(c, good, rest := total.new_zeros(sum(v.numel() for v in views)))
+                for view in views:
+                    view.add_(rest[: view.numel()].view(view.shape))
+                    rest = rest[view.numel() :]
 
         def factors() -> list[Tensor]:
             made = [t for some in shares.values() for share in some for t in share.factors()]
@@ -255,7 +264,8 @@ class Passes:
         each = torch.stack(squares).double()
         # One comparison for all parameters: few batches have a gradient this short.
         if on_cpu(each) and (each < norms.SMALL).any():
-            each = torch.stack([p.again() if p.again else p.squares for p in parts.values()])
+            again = [p.again if (p.squares < norms.SMALL).any() else None for p in parts]
+            each = torch.stack([a() if a else p.squares for a, p in zip(again, parts, strict=True)])
         total = each.double().sum(0)
         lengths = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()
         return Measured(losses, lengths, add, factors)

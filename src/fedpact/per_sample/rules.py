@@ -172,13 +172,11 @@ def _matmul(call: Call) -> Shares:
 
 
 def _einsum(call: Call) -> Shares:
-    """Any einsum; one with an ellipsis or a diagonal is replayed."""
+    """Any einsum of a trace, which has a letter for each dimension; a diagonal is replayed."""
     equation = cast(str, call.args[0]).replace(" ", "")
-    terms, arrow, out = equation.partition("->")
-    if not arrow:
-        out = "".join(sorted(c for c in {*terms} - {","} if terms.count(c) == 1))
+    terms, _, out = equation.partition("->")
     operands: dict[Place, str] = {(1, i): one for i, one in enumerate(terms.split(","))}
-    if {*".Z"} & {*equation} or any(len({*one}) < len(one) for one in operands.values()):
+    if "Z" in equation or not out or any(len({*one}) < len(one) for one in operands.values()):
         return replayed(call)
     return _contracted(call, operands, out)
 
@@ -412,6 +410,7 @@ def of_arguments(share: Share, op: str, args: list[Any]) -> Shares | None:
     if op in _PRODUCTS and args[0].dim() == args[1].dim() == 2:
         return {0: Outer(g, u @ args[1].t()), 1: Outer(g @ args[0], u)}
     turned = op in _TURNS or (op == "aten.transpose.int" and (args[1] - args[2]) % 2)
+    turned |= op == "aten.permute.default" and args[1][0] % 2 == 1
     return {0: Outer(u, g)} if turned and args[0].dim() == 2 else None
 
 
@@ -466,7 +465,7 @@ _RULES: dict[str, Rule] = {
     "aten.instance_norm.default": _normalised(1, 2, dims=0),
     "aten.add.Tensor": _added(1),
     "aten.sub.Tensor": _added(-1),
-    "aten.mul.Tensor": _multiplied,
+    **dict.fromkeys(("aten.mul.Tensor", "aten.multiply.Tensor"), _multiplied),
     **dict.fromkeys([f"aten.{one}" for one in _POINTWISE], _each_number),
     "aten.prelu.default": _prelu,
     **dict.fromkeys([f"aten.{one}.default" for one in _REPEATING], _repeated),

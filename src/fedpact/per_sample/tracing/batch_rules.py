@@ -291,7 +291,7 @@ def scattered(node: Node, at: At) -> Where:
 def contracted(node: Node, at: At) -> Where:
     """einsum with the batch under one letter in all operands and in the result."""
     equation = cast(str, node.args[0]).replace(" ", "")
-    operands, arrow, result = equation.partition("->")
+    operands, _, result = equation.partition("->")
     tensors = cast(Sequence[Node], node.args[1])
     batch: set[tuple[str, int, int]] = set()
     others = ""
@@ -299,9 +299,9 @@ def contracted(node: Node, at: At) -> Where:
         where = at(tensor)
         if where is None:
             others += letters
-        elif "." not in letters:
+        else:
             batch.add((letters[where.dim], where.outer, where.inner))
-    if not arrow or "." in equation or len(batch) != 1:
+    if "." in equation or len(batch) != 1:
         raise Mixed(f"einsum {equation} is not known to keep records apart")
     letter, outer, inner = batch.pop()
     if letter not in result or letter in others:
@@ -327,6 +327,14 @@ def attention(node: Node, at: At) -> Where:
     where = _aligned(node, at, node.all_input_nodes)
     if where.dim >= -2 or any(at(node.args[i]) is None for i in range(3)):
         raise Mixed(f"operation {node.target} attends to others' records")
+    return where
+
+
+def distances(node: Node, at: At) -> Where:
+    """Between points [..., P, M] and [..., R, M]: the batch is before the last two dimensions."""
+    where = _aligned(node, at, node.all_input_nodes)
+    if where.dim >= -2:
+        raise Mixed(f"operation {node.target} compares records")
     return where
 
 
@@ -372,7 +380,7 @@ def instance_norm(node: Node, at: At) -> Where:
 
 
 def embedding(node: Node, at: At) -> Where:
-    """Rows of a table, by integers of records."""
+    """Rows of a table by integers of records, or the places of their numbers in a sorted one."""
     _only(node, at, 1)
     return _records_in(node, at, 1)[0]
 
@@ -403,9 +411,11 @@ def recurrent(node: Node, at: At) -> Where:
     hidden = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
     lengths = node.kwargs.get("lengths")
     others = [n for n in node.all_input_nodes if n not in (node.args[0], *hidden, lengths)]
-    right = (
-        at(lengths) in (None, Where(0)) and where == Where(0 if node.args[-1] else 1) and count == 3
-    )
-    if not right or any(at(h) not in (None, Where(1)) for h in hidden) or any(map(at, others)):
+    right = where.dim == (0 if node.args[-1] else 1) and count == 3
+    # Several sequences of a record are rows of the batch, each with its own state and length.
+    right &= at(lengths) in (None, where._replace(dim=0))
+    if not right or any(at(h) not in (None, where._replace(dim=1)) for h in hidden):
+        raise Mixed(f"operation {node.target} has its batch elsewhere")
+    if any(map(at, others)):
         raise Mixed(f"operation {node.target} has its batch elsewhere")
     return where

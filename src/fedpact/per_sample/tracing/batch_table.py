@@ -58,14 +58,15 @@ RULES: Final[dict[str, Rule]] = {
         "eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor "
         "gt.Scalar gt.Tensor ge.Scalar ge.Tensor logical_and logical_or logical_not logical_xor "
         "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_not __and__.Tensor "
-        "__or__.Tensor __xor__.Tensor isnan isinf isfinite nan_to_num "
-        "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout uniform "
-        "normal_functional empty_like detach alias clone contiguous lift_fresh_copy to.dtype "
-        "to.dtype_layout to.device _to_copy zeros_like ones_like full_like rand_like "
-        "randn_like randint_like randint_like.low_dtype bernoulli exponential log_normal "
-        "cauchy geometric normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor prelu "
-        "fill.Scalar fill.Tensor bernoulli.p floor_divide "
-        "floor_divide.Scalar xlogy.Tensor frac real imag complex view_as_real view_as_complex",
+        "__or__.Tensor __xor__.Tensor isnan isinf isfinite nan_to_num dropout feature_dropout "
+        "alpha_dropout feature_alpha_dropout native_dropout uniform normal_functional empty_like "
+        "detach alias clone contiguous lift_fresh_copy to.dtype to.dtype_layout to.device "
+        "_to_copy zeros_like ones_like full_like rand_like randn_like randint_like "
+        "randint_like.low_dtype bernoulli exponential log_normal cauchy geometric "
+        "normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor prelu fill.Scalar "
+        "fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac real imag "
+        "complex view_as_real view_as_complex multiply.Tensor "
+        "subtract.Tensor divide.Tensor true_divide.Tensor negative absolute",
     ),
     **_named(
         rules.unreduced(2), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss"
@@ -135,7 +136,10 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.in_front(2), "group_norm"),
     **_named(rules.frozen_norm, "batch_norm"),
     **_named(rules.instance_norm, "instance_norm"),
-    **_named(rules.embedding, "embedding"),
+    **_named(rules.embedding, "embedding searchsorted.Tensor"),
+    **_named(rules.chosen, "bucketize.Tensor"),
+    **_named(rules.distances, "cdist"),
+    **_named(rules.within(1), "stft"),
     **_named(rules.one_hot, "one_hot"),
     **_named(rules.classes, "cross_entropy_loss nll_loss_nd nll_loss nll_loss2d"),
     **_named(rules.recurrent, "lstm.input gru.input rnn_tanh.input rnn_relu.input"),

@@ -54,7 +54,7 @@ class Mixers:
 
     def __init__(self, module: nn.Module) -> None:
         self._found: list[tuple[str, BatchNorm | InstanceNorm]] = []
-        for path, m in _named_modules(module):
+        for path, m in cast(Any, module).named_modules(remove_duplicate=False):
             if isinstance(m, BatchNorm | InstanceNorm):
                 self._found.append((path, m))
             if isinstance(m, nn.Embedding | nn.EmbeddingBag) and (
@@ -77,11 +77,6 @@ class Mixers:
                     "place, as fedpact.prepare(model, batch_norm='group') does, or freeze it at "
                     "public statistics with .eval()"
                 )
-
-
-def _named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every (path, module), with one entry per path of a shared module."""
-    return list(cast(Any, root).named_modules(remove_duplicate=False))
 
 
 class Tried(Protocol):
@@ -118,7 +113,8 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
         del before
         tried.alone(x[:1], y[:1])
         check_unwritten(module, x, version)
-        if not _repeats(tried, x, y):
+        first, again = (_losses(tried, x[:1], y[:1]).detach().nan_to_num() for _ in range(2))
+        if not torch.equal(first, again):
             raise ModelError(
                 f"model {model_name(module)} gives the same records other losses the second time: "
                 "it cannot be checked; draw numbers from torch's own generator, and keep nothing "
@@ -147,11 +143,6 @@ def _losses(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
     """The losses [B] computed by the model itself, with autograd."""
     with torch.enable_grad():
         return tried.loss(tried.model.module(x.clone()), y)
-
-
-def _repeats(tried: Tried, x: Tensor, y: Tensor) -> bool:
-    first, again = (_losses(tried, x[:1], y[:1]).detach() for _ in range(2))
-    return torch.equal(first.nan_to_num(), again.nan_to_num())
 
 
 def _check_outputs(module: nn.Module, x: Tensor) -> None:
@@ -257,16 +248,14 @@ def _behind(losses: Tensor) -> set[Any]:
     return seen
 
 
-def _longest(norms: Tensor) -> float:
-    return float(norms.where(norms.isfinite(), 0).amax())
-
-
 def _telling_clip(norms: Tensor) -> float:
     """A clip that about half of the gradients' norms [B] exceed.
 
     At least a thousandth of the longest: a nearly certain record's gradient is rounding error.
     """
-    return max(0.5 * float(torch.median(norms)), 1e-3 * _longest(norms))
+    return max(
+        0.5 * float(torch.median(norms)), 1e-3 * float(norms.where(norms.isfinite(), 0).amax())
+    )
 
 
 def _norm(vector: Tensor) -> float:

@@ -32,39 +32,38 @@ CHECKED: Final = names(
     mean median meshgrid min mode msort nanmean nanmedian nanquantile nansum new_full new_ones
     new_zeros norm outer polar quantile renorm rot90 row_stack std std_mean stft sum sum_to_size
     take_along_dim tensordot trace trapezoid trapz unsafe_chunk unsafe_split
-    unsafe_split_with_sizes vander var var_mean vdot vstack zero
-    __and__ __lshift__ __or__ __rshift__ __xor__ absolute arccos arccosh arcsin arcsinh arctan
-    arctan2 arctanh divide fix greater greater_equal less less_equal multiply negative not_equal
-    special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit
-    special_expm1 special_gammainc special_gammaincc special_gammaln special_i0 special_log1p
-    special_log_softmax special_logit special_logsumexp special_multigammaln special_ndtr
-    special_psi special_round special_sinc special_softmax special_xlogy subtract true_divide
-    _assert_scalar _assert_tensor_metadata sym_numel sym_size sym_stride
-    aminmax embedding_bag index_add index_copy index_fill index_put index_reduce kthvalue
-    masked_scatter prod put scatter scatter_add scatter_reduce searchsorted segment_reduce take
-    cosine_embedding_loss cosine_similarity hinge_embedding_loss margin_ranking_loss
-    multi_margin_loss multilabel_margin_loss pairwise_distance poisson_nll_loss
-    triplet_margin_loss
-    _adaptive_avg_pool2d _adaptive_avg_pool3d _cdist_forward _convolution _masked_softmax
-    _native_batch_norm_legit_no_training _pad_circular _pad_enum _pdist_forward _safe_softmax
-    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
-    _upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm _weight_norm_interface
-    affine_grid_generator cdist col2im conv_tbc convolution gru_cell log_sigmoid_forward
-    lstm_cell max_unpool2d max_unpool3d native_batch_norm native_channel_shuffle native_dropout
-    native_group_norm native_layer_norm norm_except_dim pdist reflection_pad3d replication_pad3d
-    rnn_relu_cell rnn_tanh_cell upsample_bicubic2d upsample_bilinear2d upsample_linear1d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
-    cholesky cholesky_inverse cholesky_solve frobenius_norm geqrf inverse linalg_cholesky
-    linalg_cholesky_ex linalg_cond linalg_cross linalg_det linalg_eig linalg_eigh linalg_eigvals
-    linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lu
-    linalg_lu_factor linalg_lu_solve linalg_matrix_exp linalg_matrix_norm linalg_matrix_power
-    linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv linalg_qr linalg_slogdet
-    linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals
-    linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot logdet lu_solve lu_unpack
-    matrix_exp matrix_power nuclear_norm pinverse qr slogdet svd triangular_solve
-    _fft_c2c _fft_c2r _fft_r2c fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2
-    fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn
-    fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn istft
+    unsafe_split_with_sizes vander var var_mean vdot vstack zero __and__ __lshift__ __or__
+    __rshift__ __xor__ arccos arccosh arcsin arcsinh arctan arctanh special_digamma special_erf
+    special_erfc special_erfinv special_exp2 special_expit special_expm1 special_gammainc
+    special_gammaincc special_gammaln special_i0 special_log1p special_log_softmax special_logit
+    special_logsumexp special_multigammaln special_ndtr special_psi special_round special_sinc
+    special_softmax special_xlogy _assert_scalar _assert_tensor_metadata sym_numel sym_size
+    sym_stride aminmax embedding_bag index_add index_copy index_fill index_put index_reduce
+    kthvalue masked_scatter prod put scatter scatter_add scatter_reduce searchsorted
+    segment_reduce take cosine_embedding_loss cosine_similarity hinge_embedding_loss
+    margin_ranking_loss multi_margin_loss multilabel_margin_loss pairwise_distance
+    poisson_nll_loss triplet_margin_loss _adaptive_avg_pool2d _adaptive_avg_pool3d
+    _cdist_forward _convolution _masked_softmax _native_batch_norm_legit_no_training
+    _pad_circular _pad_enum _pdist_forward _safe_softmax _upsample_bicubic2d_aa
+    _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _weight_norm _weight_norm_interface affine_grid_generator cdist
+    col2im conv_tbc convolution gru_cell log_sigmoid_forward lstm_cell max_unpool2d max_unpool3d
+    native_batch_norm native_channel_shuffle native_dropout native_group_norm native_layer_norm
+    norm_except_dim pdist reflection_pad3d replication_pad3d rnn_relu_cell rnn_tanh_cell
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d upsample_trilinear3d cholesky cholesky_inverse
+    cholesky_solve frobenius_norm geqrf inverse linalg_cholesky linalg_cholesky_ex linalg_cond
+    linalg_cross linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
+    linalg_householder_product linalg_inv linalg_inv_ex linalg_lu linalg_lu_factor
+    linalg_lu_solve linalg_matrix_exp linalg_matrix_norm linalg_matrix_power linalg_matrix_rank
+    linalg_multi_dot linalg_norm linalg_pinv linalg_qr linalg_slogdet linalg_solve
+    linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv
+    linalg_tensorsolve linalg_vander linalg_vecdot logdet lu_solve lu_unpack matrix_exp
+    matrix_power nuclear_norm pinverse qr slogdet svd triangular_solve _fft_c2c _fft_c2r
+    _fft_r2c fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft
+    fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2
+    fft_irfftn fft_rfft fft_rfft2 fft_rfftn istft multiply subtract divide true_divide negative
+    absolute greater greater_equal less less_equal not_equal fix arctan2
     """
 )
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from string import ascii_letters
 from typing import Any, Final, cast
 
 import torch
@@ -72,6 +73,22 @@ def _shaped_as(x: Tensor, like: Tensor) -> Tensor:
 
 def _expanded_as(x: Tensor, like: Tensor, **_: Any) -> Tensor:
     return x.expand(like.shape)
+
+
+def _spelled(equation: str, tensors: Sequence[Tensor], **_: Any) -> Any:
+    """An einsum with a letter for each dimension in the place of dots, and with its result."""
+    terms, arrow, out = equation.replace(" ", "").partition("->")
+    if arrow and "." not in equation:
+        return NotImplemented
+    if not arrow:
+        once = sorted(c for c in {*terms} - {*".,"} if terms.count(c) == 1)
+        out = "".join(["..." * ("." in terms), *once])
+    each = terms.split(",")
+    more = [t.dim() - len(e) + 3 if "." in e else 0 for e, t in zip(each, tensors, strict=True)]
+    free = "".join(c for c in ascii_letters if c not in equation)[: max(more)]
+    # Dimensions in the place of dots are broadcast, the last ones together.
+    spelt = [e.replace("...", free[len(free) - n :]) for e, n in zip(each, more, strict=True)]
+    return torch.einsum(f"{','.join(spelt)}->{out.replace('...', free)}", list(tensors))
 
 
 def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -241,6 +258,7 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
     _aten.copy.default: _copied,
+    _aten.einsum.default: _spelled,
     _aten.bilinear.default: _bilinear,
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _added),
     # Of the second tensor they read the form alone, not the records.
