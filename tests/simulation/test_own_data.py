@@ -16,6 +16,8 @@ from fedpact.common.run_folder import Folder
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
+from fedpact.studies.compare import has_ended
+from fedpact.studies.pool import Job
 
 MAIN = "from fedpact.cli.main import main; main()"
 SETTINGS = {"rounds": 2, "sites": 2, "partition": {"held_out": 0.2}, "settings": {"local_steps": 1}}
@@ -198,3 +200,19 @@ def test_a_batch_larger_than_a_site_is_told(tmp_path, caplog):
     (told,) = [r.message for r in caplog.records if "batch_size" in r.message]
     assert "batch_size is 15, and these sites have fewer records: a (10)." in told
     assert "q = 1" in told
+
+
+def test_a_run_whose_sites_the_records_count_is_found_again(tmp_path):
+    """By `run` and by `compare` alike; another number that is given is another run."""
+    rows = pd.DataFrame(
+        {"p": np.linspace(0, 1, 90), "out": list("ab") * 45, "clinic": list("xyz") * 30}
+    )
+    rows.to_csv(tmp_path / "t.csv", index=False)
+    raw = {"data": str(tmp_path / "t.csv"), "label": "out", "site": "clinic", "rounds": 1}
+    plan, run = Plan.parse(raw), tmp_path / "run"
+    first = fedpact.run(plan, out=run)
+    assert len(first.summary["epsilon"]) == 3
+    assert fedpact.run(plan, out=run).summary == first.summary
+    assert has_ended(Job("a", plan.seed, plan, run))
+    with pytest.raises(PlanError, match="sites is 3 there and 2 now"):
+        fedpact.run(Plan.parse({**raw, "sites": 2}), out=run)

@@ -237,9 +237,9 @@ def is_known(folder: Folder, plan: Plan) -> bool:
     # would have other noise.
     kept = {name: getattr(before.run, name) for name in ("device", "precision")}
     before = before.model_copy(update={"run": plan.run.model_copy(update=kept)})
-    if before != plan:
+    if before != (now := with_counted_sites(plan, before)):
         raise PlanError(
-            f"{folder.path} holds a run of another configuration ({changed_keys(before, plan)}): "
+            f"{folder.path} holds a run of another configuration ({changed_keys(before, now)}): "
             "choose another folder with --out, or remove that one; `fedpact extend` trains a run "
             "that has ended for more rounds"
         )
@@ -252,6 +252,15 @@ def is_known(folder: Folder, plan: Plan) -> bool:
             "simulation's files must be restored from a backup"
         )
     return begun
+
+
+def with_counted_sites(plan: Plan, before: Plan) -> Plan:
+    """Return a plan with the sites that the start of its run, `before`, counted in the records.
+
+    A plan that gives their number, or spreads records itself, is returned as it is.
+    """
+    given = plan.partition.kind != "natural" or "sites" in plan.model_fields_set
+    return plan if given else plan.model_copy(update={"sites": before.sites})
 
 
 def changed_keys(before: Plan, now: Plan) -> str:

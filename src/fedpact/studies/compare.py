@@ -37,7 +37,7 @@ from fedpact.report.page import write_report
 from fedpact.report.run_summary import RunSummary
 from fedpact.report.tuning_cost import count_tuning_cost as trying
 from fedpact.simulation.machine import available_cores
-from fedpact.simulation.run import changed_keys
+from fedpact.simulation.run import changed_keys, with_counted_sites
 from fedpact.simulation.simulate import SiteModels, of_run
 from fedpact.studies.pool import Job, OnNews, RunProgress, carry_out_here, run_jobs
 from fedpact.studies.sweep import (
@@ -433,9 +433,9 @@ def has_ended(job: Job) -> bool:
     # [run] and [about] do not change what is trained.
     said = {"run": job.plan.run, "about": job.plan.about}
     found = Plan.parse(folder.read_json("plan.json")).model_copy(update=said)
-    if found != job.plan:
+    if found != (plan := with_counted_sites(job.plan, found)):
         raise PlanError(
-            f"{job.folder} holds a run of another configuration ({changed_keys(found, job.plan)}): "
+            f"{job.folder} holds a run of another configuration ({changed_keys(found, plan)}): "
             "choose another folder with --out, or remove that one"
         )
     if not all((job.folder / name).exists() for name in ("summary.json", "report.html")):
