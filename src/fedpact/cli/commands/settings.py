@@ -115,10 +115,11 @@ def _explain_neutral(neutral: dict[str, Any] | None) -> str:
             "nothing was compared. If there are some, declare them: this finds most mistakes."
         )
     settings = ", ".join(f"{key} = {value}" for key, value in neutral["settings"].items())
+    allowed = f"at most {neutral['allowed']:.2g}" if neutral["tolerance"] else "exactly 0"
     return (
-        f"Neutral settings ({settings or 'the defaults'}): after three rounds, no weight differs "
-        f"from {neutral['parent']}'s by more than {neutral['apart']:.2g}; "
-        + (f"up to {neutral['allowed']:.2g} passes." if neutral["tolerance"] else "only 0 passes.")
+        f"Neutral settings ({settings or 'the defaults'}): after three rounds, the largest "
+        f"difference of a weight from {neutral['parent']}'s is {neutral['apart']:.2g}; {allowed} "
+        "is expected."
     )
 
 
