@@ -128,6 +128,8 @@ def test_a_used_port_error_names_the_setting(monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=rf"port {port} .* change address in federation\.toml"):
             processes._wait_for_port("127.0.0.1", port, "address in federation.toml")
+    # Now with some patience, as another program may be given that port for a moment.
+    monkeypatch.undo()
     processes._wait_for_port("127.0.0.1", port, "address in federation.toml")
 
 

@@ -350,7 +350,7 @@ def test_statement_and_ledger_name_the_accounting_used(tmp_path, mode, used):
         (run,) = receipt(path)["runs"].values()
         assert run["accounting"] == used
     shown = write_report(result.folder).read_text()
-    assert ("fixed before the run, so PLD composition is a proof" in shown) == (mode != "none")
+    assert ("releases were planned before the run, so the reserved" in shown) == (mode != "none")
 
 
 @pytest.mark.parametrize("mode", ["per_sample", "batch_clipped", "none"])
