@@ -15,6 +15,7 @@ from fedpact.common.errors import DataError, InputError, PlanError
 from fedpact.common.run_folder import Folder
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
+from fedpact.report.page import write_report
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.compare import has_ended
 from fedpact.studies.pool import Job
@@ -149,7 +150,12 @@ def test_a_table_that_is_mostly_left_out_is_refused(tmp_path, caplog):
 
 
 def test_the_share_that_may_be_left_out_is_a_setting(tmp_path):
-    simulate(half_bad(tmp_path, 0.75, most_left_out=0.75), tmp_path / "run")
+    run = simulate(half_bad(tmp_path, 0.75, most_left_out=0.75), tmp_path / "run")
+    out = run.summary["left_out"]
+    assert (out["records"], out["of"]) == (180, 240)
+    page = write_report(run.folder).read_text()
+    assert "180 of 240" in page
+    assert all(f"{column} {why}: {count}" in page for column, why, count in out["why"])
     with pytest.raises(DataError, match=r"records.most_left_out allows 20.0 %"):
         simulate(half_bad(tmp_path, 0.25, most_left_out=0.2), tmp_path / "other")
 

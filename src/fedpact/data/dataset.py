@@ -101,6 +101,12 @@ class RecordFilter:
         """
         return [(column, why, len(rows)) for column, why, rows in _by_reason(self._faults)]
 
+    def document(self) -> dict[str, Any] | None:
+        """Return how many records are left out, of how many, and why; None if none is."""
+        out = int((~self.good).sum())
+        why = [[column, why, count] for column, why, count in self.reasons()]
+        return {"records": out, "of": self.count, "why": why} if out else None
+
     def describe(self, *, values: bool) -> list[str]:
         """Return what to tell the records' owner, in paragraphs. values: whether to quote them."""
         return [paragraph for _, paragraph in self._paragraphs(values=values)]

@@ -75,6 +75,7 @@ _SECURE = (
 )
 _LEDGERS = "run.ledgers names ledgers that are kept: a repetition reserves and spends there again."
 _TIMED = "budget.seconds ends a run by measured time, which a repetition does not reproduce."
+_REASONS: Final = 5
 _CARD = "It trained on a GPU, whose random noise a CPU cannot reproduce."
 
 
@@ -182,6 +183,7 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
             f"{counted(run.last.steps, 'local step')} in the last; {run.ended}",
         ),
         *_control_card(run),
+        *_left_out_card(run),
         CardFigure(
             "bytes sent",
             size(run.bytes),
@@ -225,6 +227,15 @@ def _learning_cards(run: RunSummary) -> list[CardFigure]:
         note = f"mean loss at {ranking(run.scores)[0]}"
         cards.append(CardFigure("worst site", number(run.worst_loss), note, simulator_only=True))
     return cards
+
+
+def _left_out_card(run: RunSummary) -> list[CardFigure]:
+    if not (out := run.summary.get("left_out")):
+        return []
+    why = [f"{column or 'a line'} {reason}: {count:,}" for column, reason, count in out["why"]]
+    note = "; ".join([*why[:_REASONS], *["..."] * (len(why) > _REASONS)])
+    value = f"{out['records']:,} of {out['of']:,}"
+    return [CardFigure("records left out", value, note, simulator_only=True)]
 
 
 def _metric_cards(run: RunSummary) -> list[CardFigure]:

@@ -404,6 +404,7 @@ def _finish(
     module = scene.workshop.module()
     judged = commonest(select_judged_labels(scene), raw.classes)
     more = {"commonest": judged and asdict(judged), "ledgers": _sum_ledgers(folder, scene)}
+    more["left_out"] = raw.sieve.document() if raw.sieve else None
     ended = scene.form, at, records, status, more
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
     dummy, _ = scene.workshop.make_dummy_records()
