@@ -237,6 +237,13 @@ def test_what_is_folded_marked_or_compared_is_exact_and_bounded(layer, width):
     ) <= allowed(5, clip)
 
 
+@pytest.mark.parametrize("kept", [1, 2**60])
+def test_gram_matrices_are_not_used_beyond_what_is_proven(kept, monkeypatch):
+    monkeypatch.setattr(norms, "KEEP_BYTES", kept)
+    for read, good in ((200_000, True), (300_000, False)):
+        assert is_few(torch.empty(1, 2, 19), 2, 19 * read, read) == good
+
+
 @pytest.mark.parametrize("positions", [20, 600])
 def test_wide_gradients_that_are_not_kept_are_exact(positions, monkeypatch):
     """With Gram matrices where they are good enough for so many positions."""

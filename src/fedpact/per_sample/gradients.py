@@ -42,7 +42,7 @@ _FEW = 16
 """So many positions at most, where gradients are kept: their second product costs more."""
 
 _GOOD = 2**18
-"""Up to a sum T² + O + K of it Gram matrices are good to 2^-15."""
+"""Below this sum T² + O + K Gram matrices are good to 2^-15."""
 
 _TERMS = 2**13
 """So many of a Gram product's terms at most are added at a time; docs/notes/proofs.md has why."""
@@ -56,7 +56,7 @@ def is_few(like: Tensor, positions: int, size: int, read: int, least: int = 9) -
     """
     numbers = size // max(read, 1) + read
     kept = len(like) * size * like.element_size() <= norms.keep_bytes(like)
-    few = positions <= _FEW if kept else positions**2 + numbers < _GOOD
+    few = positions**2 + numbers < _GOOD and (positions <= _FEW or not kept)
     # Squares of float64's squares have no place in float64.
     return few and size > least * positions * numbers and like.dtype != torch.float64
 

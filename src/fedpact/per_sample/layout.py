@@ -232,7 +232,7 @@ def is_invariant(
         return False
     half = torch.arange(length, device=x.device) < length // 2
     trials: list[tuple[Tensor, Tensor]] = []  # order of the records, and which are still there
-    for shift in (1, length // 2, length - 3):
+    for shift in {1, length // 2, length - 1}:
         trials.append((torch.arange(length, device=x.device).roll(shift), torch.ones_like(half)))
     trials += [(torch.arange(length, device=x.device), half), (rows.argsort(), ~half)]
     for number, (order, there) in enumerate(trials):
