@@ -114,7 +114,10 @@ def test_a_clamped_column_in_another_unit_does_not_open(sites, tmp_path, monkeyp
     found = check_site(home)
     assert found.left_out == []
     (told,) = found.problems
-    assert told.startswith("column lactate: 100.0 % of its values are beyond the declared range")
+    assert told.startswith("column lactate: 200 of 200 values are beyond the declared range")
+    with pytest.raises(DataError, match="nothing is reserved: give the file"):
+        Site(home)
+    assert not (home / "ledger.jsonl").exists()
     shown = CliRunner().invoke(app, ["deploy", "approve", str(home), "--by", "A. Owner"])
     assert shown.exit_code != 0
     assert "declared 0 to 20: different unit?" in " ".join(shown.output.split())

@@ -4,17 +4,21 @@ Nothing here waits for a time to pass: a SuperLink dies at a request that it cou
 is waited for until it has exited.
 """
 
+import logging
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import uvicorn
 from flwr.proto.control_pb2 import ListRunsRequest, StopRunRequest
 from tests.waiting import wait_for
 
 from fedpact.common.errors import TransportLost
 from fedpact.deployment import local
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.flower import program
 from fedpact.deployment.flower.internals import SuperLink, tls
 
 # Of a SuperLink: answers requests by name, and is killed at the one that it is told.
@@ -179,3 +183,30 @@ def test_a_run_stopped_by_a_user_says_so(federation, tmp_path):
     link.close()
     wait_for(lambda: not federation.runs("server"), server)
     assert "was stopped by Flower's control API" in local.last_log_lines(server, "server")
+
+
+@pytest.mark.parametrize("ends", ["raises", "exits", "returns"])
+def test_a_superlink_that_ends_ends_its_thread(tmp_path, monkeypatch, ends):
+    """Which the server watches, and so exits with code 69: see above."""
+
+    def flower():
+        if ends == "raises":
+            raise OSError("no space left")
+        if ends == "exits":
+            sys.exit(3)
+
+    script = SimpleNamespace(load=lambda: flower)
+    monkeypatch.setattr(program, "entry_points", lambda **_: (script,))
+    monkeypatch.setattr(uvicorn, "run", uvicorn.run)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    log = tmp_path / program.LOG
+    log.parent.mkdir()
+    flwr = logging.getLogger("flwr")
+    monkeypatch.setattr(flwr, "propagate", flwr.propagate)
+    for handler in flwr.handlers:
+        monkeypatch.setattr(handler, "stream", handler.stream)
+    with program.superlink(tmp_path, 1000, []) as thread:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert ("OSError: no space left" in log.read_text()) == (ends == "raises")

@@ -86,6 +86,21 @@ class RecordFilter:
                 )
         return ""
 
+    def mostly_clamped(self, most: float) -> str:
+        """Say of which columns more than half of the used records' values were set to a bound, or
+        more than `most` if that is more; "" if there is none.
+        """
+        good, of = self.good, Counter[str]()
+        of.update(column for column, row in self._clamped if good[row])
+        used = int(good.sum())
+        told = [
+            f"column {column}: {count:,} of {used:,} values are beyond the declared range, and "
+            "would be set to its nearer end"
+            for column, count in of.most_common()
+            if count > max(0.5, most) * used
+        ]
+        return "; ".join(told)
+
     def leave_out(self, row: int, column: str, why: str, value: Any = None) -> None:
         """Leave a record out. row: from 0. column: or "". why: as MISSING. value: or None."""
         self._faults.setdefault((column, row), (why, value))

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from fedpact.common.errors import DataError, FedpactError, PolicyRefused
-from fedpact.common.format import counted, percent, toml, toml_key
+from fedpact.common.format import counted, toml, toml_key
 from fedpact.data.cells import (
     Cells,
     find_named,
@@ -32,7 +32,7 @@ from fedpact.data.summary import (
 from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.flower.credentials import check_site_keys
 from fedpact.deployment.site import has_reserved
-from fedpact.deployment.site_records import Own, SiteFiles, own_records
+from fedpact.deployment.site_records import CLAMPED_REMEDY, Own, SiteFiles, own_records
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.receipt import receipt
@@ -285,12 +285,6 @@ def _look_at_table(
         guessed = name in found.renamed
         looked = ColumnCells.of(f"{name} ({source.column!r})" if guessed else name, cells)
         found.columns.append(one := looked.summary(own))
-        if own.clamp and 2 * one.outside > 1 and not found.reserved:
-            found.problems.append(
-                f"column {name}: {percent(one.outside)} of its values are beyond the declared "
-                "range, and would be set to its nearer end: give the file's unit as `factor` in "
-                "[columns] of site.toml, or have the federation declare another range"
-            )
         found.mends += _mend(name, source, looked.texts, own, one.remark, guessed=guessed)
     # Only entries that can be used: the others are problems already.
     changed = {"records": str(path.absolute()), "columns": sources}
@@ -350,7 +344,10 @@ def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
             f"{count:,} {found.unit}s are used, but federation.toml declares {found.size:g}: sums "
             "are divided by the declared number"
         )
-    told = sieve.too_many(files.settings.most_left_out, "most_left_out in site.toml")
+    most = files.settings.most_left_out
+    if (clamped := sieve.mostly_clamped(most)) and not found.reserved:
+        found.problems.append(f"{clamped}: {CLAMPED_REMEDY}")
+    told = sieve.too_many(most, "most_left_out in site.toml")
     if told and not found.reserved:
         found.problems.append(
             f"{told}: correct the file or [columns] of site.toml, have the federation declare "

@@ -28,7 +28,7 @@ from fedpact.privacy.accounting import pld
 from fedpact.simulation.flower import QUIET, require_flower
 
 OnRound = Callable[[RoundRecord], None]
-_LOST_SECONDS = 10.0
+_LOST_SECONDS = 3.0  # less than the 5 after which Flower would end the process with its own code
 _LONGEST_PAUSE = 5.0
 _KNOCK_SECONDS = 1.0
 _PORT_SECONDS = 10.0
@@ -319,4 +319,4 @@ def _reason(directory: Path) -> str:
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
     last = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
     told = [line for line in lines[last[-1] if last else -3 :] if line and "flower.ai" not in line]
-    return " ".join(told[:4])
+    return " ".join(told[:4]) or "its log has no error"

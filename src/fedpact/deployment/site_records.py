@@ -102,6 +102,12 @@ class SiteFiles:
         return replace(found, device=self.settings.device)
 
 
+CLAMPED_REMEDY: Final = (
+    "give the file's unit as `factor` under [columns] in site.toml, have the federation declare "
+    "another range, or set most_left_out to 1"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Own:
     """A site's records. raw: as in its file, x [n, ...]; records: as used by the model.
@@ -116,8 +122,13 @@ class Own:
     sieve: RecordFilter
 
     def check(self, settings: SiteSettings) -> None:
-        """Raise DataError if more records are left out than the owner allows."""
-        told = self.sieve.too_many(settings.most_left_out, "most_left_out in site.toml")
+        """Raise DataError if more records are left out, or clamped, than the owner allows."""
+        most = settings.most_left_out
+        if clamped := self.sieve.mostly_clamped(most):
+            raise DataError(
+                f"{clamped}. The site does not open, and nothing is reserved: {CLAMPED_REMEDY}"
+            )
+        told = self.sieve.too_many(most, "most_left_out in site.toml")
         if not told:
             return
         why = "; ".join(

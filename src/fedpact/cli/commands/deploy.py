@@ -185,7 +185,7 @@ def approve(
     found = check_site(directory)
     print_cost(found)
     if found.remarks:
-        out.print("\nTo look at in your records first:")
+        out.print("\nLook at these in your records first:")
     for remark in found.remarks:
         out.print(f"- {remark}", markup=False)
     if by is None:
