@@ -145,6 +145,10 @@ def test_names_in_other_letters_have_files_of_their_own():
     for name in map(safe_name, names):
         assert re.fullmatch(r"xn--[a-zA-Z0-9-]+", name)
     assert safe_name("北京") == "xn--" + "北京".encode("punycode").decode("ascii")
+    assert safe_name("が") != safe_name("か")
+    long, other = ("서울" * 40 + end for end in "12")
+    assert safe_name(long) != safe_name(other)
+    assert len(safe_name(long)) <= 100
 
 
 def test_natural_names_that_fall_together_are_refused():

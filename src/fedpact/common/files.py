@@ -7,6 +7,7 @@ others may read it; then the umask decides.
 import contextlib
 import fcntl
 import glob
+import hashlib
 import os
 import re
 import secrets
@@ -199,12 +200,22 @@ _LETTERS: Final = str.maketrans(
 )
 
 
+_LONGEST_NAME: Final = 100
+
+
 def safe_name(name: str) -> str:
     """Return a name that is safe in file systems: Zürich is Zurich, St. Anna is St.-Anna.
 
-    Other letters are coded as in names of hosts: 北京 is xn--1lq90i.
+    Letters that are not Latin are coded by punycode: 北京 is xn--1lq90i. A long name is cut, and
+    ends in a digest of the whole.
     """
     parted = unicodedata.normalize("NFKD", name.translate(_LETTERS))
-    plain = "".join(c for c in parted if not unicodedata.combining(c))
-    plain = re.sub(r"[^\w.-]+", "-", plain).strip(".-") or "site"
-    return plain if plain.isascii() else "xn--" + plain.encode("punycode").decode()
+    # Marks of other letters stay: が is not か.
+    joined = unicodedata.normalize("NFC", re.sub(r"(?<=[A-Za-z])[\u0300-\u036f]+", "", parted))
+    kept = [c if c.isalnum() or c in "_.-" or unicodedata.combining(c) else " " for c in joined]
+    plain = "-".join("".join(kept).split()).strip(".-") or "site"
+    coded = plain if plain.isascii() else "xn--" + plain.encode("punycode").decode()
+    if len(coded) <= _LONGEST_NAME:
+        return coded
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{coded[: _LONGEST_NAME - 13]}-{digest}"

@@ -460,7 +460,7 @@ def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[
         raise DataError(
             f"the site names of data set {dataset.name} are not different as file names: "
             f"{', '.join(f'{name!r} is {file}' for name, file in safe.items())}; rename the "
-            "sites, in Latin letters or digits"
+            "sites"
         )
     return {name: records[name] for name in safe}
 
