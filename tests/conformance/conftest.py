@@ -74,27 +74,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "reducible" in metafunc.fixturenames:
         named = [name for name in algorithms.names() if algorithms.load(name).NEUTRAL]
         metafunc.parametrize("reducible", named)
-    for asked in {"case", "typical"} & {*metafunc.fixturenames}:
-        own = [variants_of(name) for name in algorithms.names()]
-        cases = [*itertools.chain(*own), *map(of, COMBINATIONS)]
-        chosen = (
-            cases
-            if asked == "case"
-            else [of[:2][-1] for of in own] + cases[-len(COMBINATIONS) :: 2]
-        )
-        metafunc.parametrize(
-            asked,
-            [
+    # What lets exact numbers out by design has tests of its own: test_ali_dpfl.
+    own = [
+        [one for one in variants_of(name) if not one.facts.unprotected]
+        for name in algorithms.names()
+    ]
+    wrapped = [one for one in map(of, COMBINATIONS) if not one.facts.unprotected]
+    cases = [*itertools.chain(*own), *wrapped]
+    typical = [*(some[:2][-1] for some in own if some), *wrapped[::2]]
+    for asked, chosen in {"case": cases, "typical": typical}.items():
+        if asked in metafunc.fixturenames:
+            params = [
                 pytest.param(
-                    method,
-                    id=label(method.tables),
-                    marks=() if method in chosen else pytest.mark.slow,
+                    one, id=label(one.tables), marks=() if one in chosen else pytest.mark.slow
                 )
-                for method in cases
-                # What lets exact numbers out by design has tests of its own: test_ali_dpfl.
-                if not method.facts.unprotected
-            ],
-        )
+                for one in cases
+            ]
+            metafunc.parametrize(asked, params)
 
 
 @pytest.fixture(scope="session")

@@ -141,13 +141,13 @@ class Spy:
         return ask
 
 
-def test_every_query_of_every_algorithm(typical, federation):
+def test_every_query_of_every_algorithm(case, federation):
     """What the algorithms ask for in three noisy rounds, asked again with each record left out."""
     queries = []
     noisy = federation(
         private=True, sigma=1.0, clip=CLIP, counts={"a": 6}, around=lambda o: Spy(o, queries)
     )
-    noisy.run(typical)
+    noisy.run(case)
     assert queries
     bed = federation(private=True, sigma=0.0, clip=CLIP, rate=1.0, counts={"a": 6})
     every = bed.records["a"]

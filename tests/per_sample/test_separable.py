@@ -247,12 +247,17 @@ _REMEMBER = (_previous, _running, _buffer, _weights, _hundredth)
 
 
 @pytest.mark.parametrize(
-    ("middle", "quiet"),
-    spread((_previous, *_REMEMBER, *_WRITE), (nullcontext, torch.no_grad), one_in=2),
+    ("case", "quiet"),
+    spread(
+        ((_previous, norms.KEEP_BYTES), *((middle, 1) for middle in (*_REMEMBER, *_WRITE))),
+        (nullcontext, torch.no_grad),
+        one_in=2,
+    ),
 )
-def test_no_record_is_remembered_for_another(middle, quiet, monkeypatch):
-    # As many records at a time as fit, or one at a time.
-    monkeypatch.setattr(norms, "KEEP_BYTES", norms.KEEP_BYTES if middle is _previous else 1)
+def test_no_record_is_remembered_for_another(case, quiet, monkeypatch):
+    # keep: as many records at a time as fit, or one at a time.
+    middle, keep = case
+    monkeypatch.setattr(norms, "KEEP_BYTES", keep)
     torch.manual_seed(0)
     model = FlatModel(Remembering(_quietly(middle, quiet)))
     kernel = PerSampleKernel(model, cross_entropy)
