@@ -299,6 +299,39 @@ class Packed(nn.Module):
         return self.head(self.read(self.body, packed)[back])
 
 
+class Folded(nn.Module):
+    """Packs two sequences of a record, [B, 2, T], in one batch."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.words, self.body = nn.Embedding(9, 4), nn.LSTM(4, 5, batch_first=True)
+        self.head, self.inner = nn.Linear(10, 3), inner
+
+    def forward(self, x):
+        rows = (x.transpose(0, 1) if self.inner else x).reshape(-1, x.shape[2])
+        lengths = (rows != 0).sum(1).cpu()
+        packed = pack_padded_sequence(self.words(rows), lengths, True, False)
+        last = self.body(packed)[1][0][0]
+        if self.inner:
+            return self.head(last.view(2, -1, 5).transpose(0, 1).flatten(1))
+        return self.head(last.view(-1, 10))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_packed_sequences_of_a_record_are_exact_or_refused(inner):
+    torch.manual_seed(0)
+    x, y = torch.randint(1, 9, (5, 2, 6)), torch.arange(5) % 3
+    x[:, 1, 4:] = 0
+    kernel = PerSampleKernel(FlatModel(Folded(inner).double()), cross_entropy)
+    if inner:
+        with pytest.raises(ModelError, match="fold them with the records first"):
+            kernel.clipped_sum(x, y, 0.5)
+        return
+    each = kernel.alone(x, y)
+    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
+    assert torch.allclose(kernel.clipped_sum(x, y, 0.5), expected, rtol=1e-9, atol=1e-12)
+
+
 LAYERS = [
     {"batch_first": True},
     {"bidirectional": True},

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedpact.common.errors import ModelError
 from fedpact.per_sample.tracing.batch_rules import multiple
 
 _aten = cast(Any, torch.ops.aten)
@@ -334,6 +335,12 @@ def _by_lengths(op: Any, *args: Any, lengths: Tensor | None = None) -> Any:
     """A recurrence of torch; with lengths (of one record) only over that many steps."""
     if lengths is None:
         return op(*args)
+    if lengths.numel() != 1:
+        raise ModelError(
+            f"{lengths.numel()} packed sequences a record, with records as the inner dimension: "
+            "fold them with the records first, as x.reshape(-1, T, K) does of x [records, "
+            "sequences, T, K]"
+        )
     x, steps = args[0], int(lengths)
     out, *last = op(x[:, :steps], *args[1:])
     return F.pad(out, (0, 0, 0, x.shape[1] - steps)), *last
