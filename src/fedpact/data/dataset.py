@@ -36,6 +36,9 @@ _MANY: Final = 0.05
 _LONG: Final = 200
 """So many characters of a value are quoted."""
 
+BEYOND: Final = "is beyond its declared range"
+BEYOND_LABELS: Final = "is beyond the declared range of labels"
+"""Why a value is set to a bound; one of a feature may leave its record out instead."""
 MISSING: Final = "is missing"
 """Why a record with a blank feature is left out, which a declared `fill` would prevent."""
 
@@ -74,24 +77,30 @@ class RecordFilter:
         """Say that more than the share `most` of `key` are left out, of all records or, `by_site`,
         of one site's; "" if they are not.
         """
-        names, good = np.array(self.sites, str), self.good
-        of_sites = {
-            f"of site {n}": good[names == n] for n in dict.fromkeys(self.sites) if n and by_site
-        }
-        for whose, kept in {f"of {self.origin}": good, **of_sites}.items():
-            if (out := float((~kept).mean()) if len(kept) else 1.0) > most:
+        bad = ~self.good
+        groups = {f"of {self.origin}": (int(bad.sum()), self.count)}
+        if by_site:
+            out = Counter(compress(self.sites, bad))
+            of = Counter(filter(None, self.sites))
+            groups |= {f"of site {name}": (out[name], count) for name, count in of.items()}
+        for whose, (left, count) in groups.items():
+            if (share := left / count if count else 1.0) > most:
                 return (
-                    f"{int((~kept).sum()):,} of {len(kept):,} records {whose} are left out, "
-                    f"{percent(out)}, but {key} allows {percent(most)}"
+                    f"{left:,} of {count:,} records {whose} are left out, "
+                    f"{percent(share)}, but {key} allows {percent(most)}"
                 )
         return ""
 
     def mostly_clamped(self, most: float) -> str:
         """Say of which columns more than half of the used records' values were set to a bound, or
-        more than `most` if that is more; "" if there is none.
+        more than `most` if that is more; "" if there is none. A text that is cut is no such value.
         """
         good, of = self.good, Counter[str]()
-        of.update(column for column, row in self._clamped if good[row])
+        of.update(
+            column
+            for (column, row), (why, _) in self._clamped.items()
+            if good[row] and why in (BEYOND, BEYOND_LABELS)
+        )
         used = int(good.sum())
         told = [
             f"column {column}: {count:,} of {used:,} values are beyond the declared range, and "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.data.cells import Cells, beyond_floats, cells_of, find_named, is_blank, to_numbers
-from fedpact.data.dataset import MISSING, RecordFilter
+from fedpact.data.dataset import BEYOND, MISSING, RecordFilter
 from fedpact.data.schema import Column, RecordForm, ValueRange
 from fedpact.data.tokens import is_tokens, read_tokens
 
@@ -199,7 +199,7 @@ def _keep_range(table: Table, x: np.ndarray, part: Any, own: ValueRange) -> None
     with np.errstate(invalid="ignore"):
         beyond = (some < low) | (some > high)
     if beyond.any():
-        table.mark(beyond, "is beyond its declared range", part, out=not own.clamp)
+        table.mark(beyond, BEYOND, part, out=not own.clamp)
         if own.clamp:
             # The other values keep their bits, whether or not some are out of range.
             x[part] = np.where(beyond, np.clip(some, low, high), some)

@@ -25,7 +25,7 @@ from fedpact.common.errors import DataError
 from fedpact.common.losses import UNLABELLED
 from fedpact.data import cells
 from fedpact.data.cells import Cells, NumberCells, is_blank, text_of
-from fedpact.data.dataset import NO_NUMBER, RecordFilter
+from fedpact.data.dataset import BEYOND_LABELS, NO_NUMBER, RecordFilter
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.tables import Table
 from fedpact.data.tokens import is_tokens, read_token_labels
@@ -388,7 +388,7 @@ def _numbers(
         sieve.leave_out(row, column, why, labels[row])
         found[row] = target.low
     for row in ((found < target.low) | (found > target.high)).nonzero()[0].tolist():
-        sieve.clamp(row, column, "is beyond the declared range of labels", labels[row])
+        sieve.clamp(row, column, BEYOND_LABELS, labels[row])
     found = found.clip(target.low, target.high)
     scaled = (2 * found - target.low - target.high) / (target.high - target.low)
     return scaled.astype(np.float32)
