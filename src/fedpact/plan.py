@@ -219,6 +219,11 @@ class Plan(BaseModel):
         self.robust.check_round(size_of_round(self.sites_per_round, count))
 
     @property
+    def counts_sites(self) -> bool:
+        """Whether the number of sites follows from the records, which name theirs."""
+        return self.partition.kind == "natural" and "sites" not in self.model_fields_set
+
+    @property
     def private(self) -> bool:
         """Whether everything that leaves the sites is protected."""
         return not self.why_unprotected

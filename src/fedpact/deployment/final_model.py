@@ -103,8 +103,7 @@ class FinalModel:
         found = spend_of(self.files.federation.run, runs)
         if found is None:
             return {"epsilon": {}, "delta": {}}
-        # An early end may depend on releases, so the reserved ε is stated.
-        early = self.files.plan.budget.early and rounds != self.files.plan.rounds
+        early = may_end_early(self.files.plan, rounds)
         cost = found["epsilon_reserved" if early else "epsilon_spent"]
         return {
             "epsilon": {self.files.name: cost},
@@ -140,6 +139,11 @@ def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:
     return found if found.get("run") == run else None
 
 
+def may_end_early(plan: Plan, rounds: int | None) -> bool:
+    """Whether a run's end after so many rounds may follow from releases: then ε is the reserved."""
+    return plan.budget.early and rounds != plan.rounds
+
+
 def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Path) -> str:
     """Describe the end of a run: its last round, the model's path, and its cost.
 
@@ -150,7 +154,9 @@ def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Pa
         f"{site} ε <= {e!r} at δ = {summary['delta'][site]!r}"
         for site, e in summary["epsilon"].items()
     ]
-    by = f", {plan.privacy.adjacency}, accountant best of PLD and RDP"
+    early = may_end_early(plan, summary["rounds"])
+    accountant = plan.privacy.accountant if early else "best of PLD and RDP"
+    by = f", {plan.privacy.adjacency}, accountant {accountant}"
     cost = (
         f"spent: {'; '.join(spent)}{by}" if spent and plan.private else "its cost is in the ledger"
     )

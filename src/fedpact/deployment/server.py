@@ -34,7 +34,7 @@ from fedpact.data import load
 from fedpact.data.features.extract import beside
 from fedpact.deployment.admission import Admission, LedgerRegistry, expect_form
 from fedpact.deployment.federation import Federation, read_plan
-from fedpact.deployment.final_model import describe_ending
+from fedpact.deployment.final_model import describe_ending, may_end_early
 from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.intervals import check_public
 from fedpact.evaluation.metrics import evaluate
@@ -243,10 +243,10 @@ class Coordinator:
         sizes = {name: terms.size for name, terms in self.terms.items()}
         done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
         hand_over(self.folder, of.run, at, plain)
-        # An early end may depend on releases: then the summary has the reserved ε.
-        early = self.plan.budget.early and done["rounds"] != self.plan.rounds
-        told = done if early else {**done, "epsilon": evaluator.priced()}
-        _log.info("%s", describe_ending(of.run, self.plan, told, self.folder.path))
+        # After an early end the summary has the reserved ε.
+        early = may_end_early(self.plan, done["rounds"])
+        shown = done if early else {**done, "epsilon": evaluator.priced()}
+        _log.info("%s", describe_ending(of.run, self.plan, shown, self.folder.path))
         return done
 
     def module(self) -> nn.Module:

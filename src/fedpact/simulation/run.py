@@ -259,8 +259,7 @@ def with_counted_sites(plan: Plan, before: Plan) -> Plan:
 
     A plan that gives their number, or spreads records itself, is returned as it is.
     """
-    given = plan.partition.kind != "natural" or "sites" in plan.model_fields_set
-    return plan if given else plan.model_copy(update={"sites": before.sites})
+    return plan.model_copy(update={"sites": before.sites}) if plan.counts_sites else plan
 
 
 def changed_keys(before: Plan, now: Plan) -> str:

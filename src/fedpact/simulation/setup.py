@@ -68,7 +68,7 @@ class SimulationSetup:
         if raw.sieve and (told := raw.sieve.too_many(most, key, by_site=by_site)):
             raise left_out_error(raw.sieve, told)
         plan.task.check_data(raw)
-        if plan.partition.kind == "natural" and raw.site and "sites" not in plan.model_fields_set:
+        if plan.counts_sites and raw.site:
             # The number of sites follows from the records.
             plan = plan.model_copy(update={"sites": len(set(raw.site))})
             plan.check_sites(plan.sites)

@@ -428,6 +428,7 @@ class FleetLink:
     @contextmanager
     def _limited(self, size: int) -> Generator[None]:
         """Limit the time of the block's requests to that of so many bytes on a slow line."""
+        self._left = self._most
         self._end = time.monotonic() + _WHOLE_SECONDS + size / _LEAST_BYTES_PER_SECOND
         try:
             yield
