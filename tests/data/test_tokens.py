@@ -58,11 +58,15 @@ def test_pixels_of_four_bytes_are_measurements():
 
 @pytest.mark.parametrize("length", [2, 5])
 def test_a_declared_length_pads_and_cuts(length):
-    data = from_python(TABLE, PlanRecords(length=length), "label")
-    assert data.x[:, 0].tolist() == padded(IDS, length)
-    assert data.x[:, 1].tolist() == padded(MASK, length)
-    # Texts that are cut, however many, are no numbers in another unit.
-    assert data.sieve.mostly_clamped(0.05) == ""
+    found = from_python(TABLE, PlanRecords(length=length), "label").x
+    assert found[:, 0].tolist() == padded(IDS, length)
+    assert found[:, 1].tolist() == padded(MASK, length)
+
+
+def test_cut_texts_are_no_numbers_in_another_unit():
+    sieve = from_python(TABLE, PlanRecords(length=1), "label").sieve
+    assert any("is cut at 1 tokens" in told for told in sieve.describe(values=False))
+    assert sieve.mostly_clamped(0.05) == ""
 
 
 @pytest.mark.parametrize(
