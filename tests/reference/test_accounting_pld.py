@@ -12,7 +12,10 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from fedpact.privacy.accounting import gaussian, group_privacy, pld
+from fedpact.common.errors import BudgetExhausted
+from fedpact.privacy.accounting import calibration, gaussian, group_privacy, pld
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian
+from fedpact.privacy.accounting.apart import apart
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -169,18 +172,27 @@ def test_the_isolated_library_is_not_imported_here():
     """The answer is the same to the last bit."""
     asked = """
 import sys
-from fedpact.privacy.accounting import accountant, calibration, pld
-with pld.apart():
+from fedpact.privacy.accounting import accountant, calibration
+from fedpact.privacy.accounting.apart import apart
+with apart():
     budget = accountant.Budget(2.0, 1e-5)
     sigma = calibration.smallest_sigma(budget, 0.5, 60)
+    print(*sorted({"dp_accounting", "scipy"} & set(sys.modules)))
     print(repr(sigma), accountant.epsilon({accountant.SampledGaussian(0.5, sigma): 60}, 1e-5))
 print(*sorted({"dp_accounting", "scipy.stats", "scipy.optimize", "torch"} & set(sys.modules)))
 """
     told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    first, loaded = told.stdout.splitlines()
+    before, first, loaded = told.stdout.splitlines()
     sigma, epsilon = map(float, first.split())
-    assert loaded == ""
+    assert (before, loaded) == ("", "")
+    assert sigma == calibration.smallest_sigma(Budget(2.0, 1e-5), 0.5, 60)
     assert epsilon == pld.pld_epsilon([(0.5, sigma, 60)], 1e-5)
+
+
+def test_an_error_of_an_isolated_search_is_raised_here():
+    spent = {SampledGaussian(1.0, 0.1): 1}
+    with apart(), pytest.raises(BudgetExhausted, match="ε = 2, δ = 1e-05"):
+        calibration.smallest_sigma(Budget(2.0, 1e-5), 0.5, 61, spent=spent)
 
 
 @pytest.mark.parametrize(

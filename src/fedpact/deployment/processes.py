@@ -24,7 +24,7 @@ from fedpact.common.messages import RoundRecord
 from fedpact.deployment.flower import program
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
-from fedpact.privacy.accounting import pld
+from fedpact.privacy.accounting.apart import apart
 from fedpact.simulation.flower import QUIET, require_flower
 
 OnRound = Callable[[RoundRecord], None]
@@ -50,7 +50,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
 
     program.share_memory_pools()
     program.release_code()
-    with _file_errors(), _ended_by_signals(), _held(directory), pld.apart():
+    with _file_errors(), _ended_by_signals(), _held(directory), apart():
         coordinator = Coordinator.of(directory)
         credentials.check_server_keys(directory, coordinator.federation)
         _prepare(coordinator.federation.seeds == "test")
@@ -96,7 +96,7 @@ def run_site(directory: Path) -> None:
     from fedpact.deployment.flower import credentials, site_process
 
     program.release_code()
-    with _file_errors(), _held(directory), pld.apart(), Site(directory) as site:
+    with _file_errors(), _held(directory), apart(), Site(directory) as site:
         program.release_code()
         credentials.check_site_keys(directory, site.federation, site.name)
         credentials.write_site_connection(_home(directory).parent)

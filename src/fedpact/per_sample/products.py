@@ -1,6 +1,7 @@
 """Matrix products by the faster of torch's libraries."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -24,12 +25,14 @@ def linear(
     """
     fits = x.dtype == torch.float32 and x.dim() == 2 and x.device.type == "cpu"
     large = weight.numel() >= LARGE if large is None else large
-    if _onednn is not None and fits and large:
-        return _onednn(x, weight, bias, "none", [], "")
+    if fits and large and (onednn := _onednn()) is not None:
+        return onednn(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
-def _probe() -> _Product | None:
+@cache
+def _onednn() -> _Product | None:
+    # Not on import: it takes 10 MB, and a server trains nothing.
     x, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4).t()
     try:
         product = cast(_Product, cast(Any, torch.ops).mkldnn._linear_pointwise.default)
@@ -37,6 +40,3 @@ def _probe() -> _Product | None:
     except (AttributeError, RuntimeError, TypeError):
         return None
     return product if good else None
-
-
-_onednn = _probe()

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Generator, MutableMapping, Sequ
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fedpact.common.files import private_opener
 
@@ -148,6 +148,8 @@ def superlink(directory: Path, most: int, arguments: Sequence[str]) -> Generator
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     os.environ["FLWR_HOME"] = str((directory / LOG).parent.resolve())
+    # What Flower's database migrations would colour error pages with takes 5 MB.
+    cast(Any, sys.modules)["mako.ext.pygmentplugin"] = None
     (script,) = entry_points(group="console_scripts", name="flower-superlink")
     program, flower = script.load(), logging.getLogger("flwr")
     sockets, servers = Sockets(), list[uvicorn.Server]()

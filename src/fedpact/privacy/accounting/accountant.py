@@ -25,6 +25,7 @@ import numpy as np
 from fedpact.common import check
 from fedpact.common.errors import InputError
 from fedpact.privacy.accounting import pld, rdp
+from fedpact.privacy.accounting.apart import separable
 from fedpact.privacy.accounting.rdp import Conversion as Conversion
 
 Accountant = str
@@ -139,6 +140,7 @@ def check_accountant(accountant: str) -> Accountant:
 
 
 @lru_cache(maxsize=65536)
+@separable
 def _epsilon(
     terms: tuple[pld.Term, ...], delta: float, accountant: Accountant, conversion: Conversion
 ) -> float:
@@ -281,6 +283,7 @@ class RunningEpsilon:
 
 
 @lru_cache(maxsize=4096)
+@separable
 def _on_the_way(
     planned: tuple[pld.Term, ...], delta: float, accountant: Accountant
 ) -> tuple[dict[tuple[float, float], list[int]], list[float]]:
@@ -303,6 +306,7 @@ def _on_the_way(
     return counts, bounds
 
 
+@separable
 def max_steps(
     event: SampledGaussian,
     budget: Budget,

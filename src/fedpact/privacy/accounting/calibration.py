@@ -28,6 +28,7 @@ from fedpact.privacy.accounting.accountant import (
     epsilon,
     quick_epsilon,
 )
+from fedpact.privacy.accounting.apart import separable
 
 # The relative distance from the boundary at which a search ends, on the safe side.
 _TOLERANCE: Final = 1e-4
@@ -77,6 +78,7 @@ def smallest_scale(
 
 
 @lru_cache(maxsize=4096)
+@separable
 def _smallest_scale(
     budget: Budget,
     planned: tuple[tuple[SampledGaussian, int], ...],

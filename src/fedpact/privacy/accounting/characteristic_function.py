@@ -142,10 +142,10 @@ class _Release:
 
         Where a record is removed these lie above z, where it is added below -z.
         """
-        tail = special.ndtr(-z)
+        tail = special().ndtr(-z)
         if not self.removed:
             return tail
-        return (1 - self.q) * tail + self.q * special.ndtr(1 / self.sigma - z)
+        return (1 - self.q) * tail + self.q * special().ndtr(1 / self.sigma - z)
 
     def loss(self, z: FloatArray) -> FloatArray:
         """Return log(1 + y)."""
@@ -260,7 +260,7 @@ def _step(release: _Release, c: float, top: float, low: float, high: float) -> t
         theta = math.pi / 2 * 2.0 ** (-halvings / 2)
         d = theta * release.sigma
         shrunk = -max(0.0, -power) / 2 * np.log1p(-bent * math.sin(theta / 2) ** 2)
-        inside = float(special.logsumexp(cells + top * theta * turned + shrunk)) + d**2 / 2
+        inside = float(special().logsumexp(cells + top * theta * turned + shrunk)) + d**2 / 2
         room = max(1.0, inside + math.log(4 * release.count / _NEGLIGIBLE))
         steps = [2 * math.pi * d / room]
         # At the ends |f| is to grow more slowly than e^(πy/h).

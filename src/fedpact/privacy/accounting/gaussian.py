@@ -1,6 +1,6 @@
 """The Gaussian mechanism in closed form, and the special functions it needs.
 
-Only its special functions are loaded with this file, which every process of a run loads.
+scipy is loaded with the first of them, as every process of a run loads this file.
 
 Releases with noise multipliers σ_k on all records are as hard to tell apart as N(0, 1) and N(μ, 1)
 with μ² = Σ σ_k^-2, and with t = ε/μ - μ/2 (Balle, Wang 2018, Theorem 8)
@@ -12,37 +12,45 @@ The second form loses no digits where both terms are nearly equal.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final, cast
 
 import numpy as np
-import scipy.special as _scipy  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 _EPSILON: Final = 2.0**-52
 _MOST_STEPS: Final = 100
-special = cast(Any, _scipy)
-"""scipy.special, which has no types: each function works elementwise."""
+
+
+@cache
+def special() -> Any:
+    """Return scipy.special, whose functions work elementwise. It takes 14 MB of a process."""
+    import scipy.special as loaded  # pyright: ignore[reportMissingTypeStubs]
+
+    return loaded
 
 
 def log_binomial(n: FloatArray | np.float64, k: FloatArray) -> FloatArray:
     """Return log |C(n, k)| for real n > 0 and whole k >= 0, elementwise."""
-    return np.asarray(special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1))
+    return np.asarray(
+        special().gammaln(n + 1) - special().gammaln(k + 1) - special().gammaln(n - k + 1)
+    )
 
 
 def mills_ratio(x: float) -> float:
     """Return Φ(-x)/φ(x), accurate for any x above -35."""
-    return math.sqrt(math.pi / 2) * float(special.erfcx(x / math.sqrt(2)))
+    return math.sqrt(math.pi / 2) * float(special().erfcx(x / math.sqrt(2)))
 
 
 def normal_cdf(x: float) -> float:
     """Return Φ(x)."""
-    return float(special.ndtr(x))
+    return float(special().ndtr(x))
 
 
 def fair_coins_at_least(heads: int, coins: int) -> float:
     """Return the probability of at least `heads` heads among `coins` fair coins, both >= 0."""
-    return float(special.bdtrc(heads - 1, coins, 0.5))
+    return float(special().bdtrc(heads - 1, coins, 0.5))
 
 
 def fast_length(least: int) -> int:

@@ -34,6 +34,7 @@ from fedpact.common import check
 from fedpact.common.errors import InputError
 from fedpact.privacy.accounting import pld
 from fedpact.privacy.accounting.accountant import MOST_RELEASES, History, epsilon
+from fedpact.privacy.accounting.apart import separable
 from fedpact.privacy.accounting.pld import (
     FINENESS,
     OUTSIDE,
@@ -89,6 +90,7 @@ def epsilon_per_person(history: History, delta: float, records: int) -> float:
 
 
 @lru_cache(maxsize=4096)
+@separable
 def _epsilon(terms: tuple[Term, ...], delta: float, records: int) -> float:
     # The fallback, an upper bound too: all records of the person are in one batch or none is.
     at_once = [all_at_once(*term, records) for term in terms]

@@ -30,13 +30,8 @@ Window   A loss above the transform's window would come back at its lower end, a
 
 import bisect
 import itertools
-import json
 import math
-import subprocess
-import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -103,9 +98,6 @@ def _found(terms: Sequence[Term], delta: float) -> float:
 
 
 def _by_library(terms: Sequence[Term], delta: float) -> float:
-    # A child that was killed gives no answer; then it is computed here.
-    if _apart.get() and (told := _in_other_process(tuple(terms), delta)):
-        return float(told)
     usable = delta - fft_rounding(sum(t for *_, t in terms))
     if usable <= 0:
         return math.inf
@@ -115,29 +107,6 @@ def _by_library(terms: Sequence[Term], delta: float) -> float:
     except (OverflowError, ValueError, MemoryError):
         return math.inf
     return value if value >= 0 else math.inf
-
-
-_apart: Final = ContextVar("_apart", default=False)
-
-
-@contextmanager
-def apart() -> Generator[None]:
-    """Within the block dp-accounting runs in child processes, which end with their answer.
-
-    It takes 50 MB, and a long-lived process needs it once or twice. The answers are the same.
-    """
-    token = _apart.set(True)
-    try:
-        yield
-    finally:
-        _apart.reset(token)
-
-
-@lru_cache(maxsize=256)
-def _in_other_process(terms: tuple[Term, ...], delta: float) -> str:
-    command, asked = [sys.executable, "-m", __name__], json.dumps([terms, delta])
-    done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=False)
-    return "" if done.returncode else done.stdout
 
 
 def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> float:
@@ -388,9 +357,9 @@ class Outcomes:
     def of(at: FloatArray) -> "Outcomes":
         """Return those of N(0, 1) between neighbours of `at`, by the nearer tail."""
         left = at[1:] <= 0
-        wide = gaussian.special.ndtr(np.where(left, at[1:], -at[:-1]))
-        narrow = gaussian.special.ndtr(np.where(left, at[:-1], -at[1:]))
-        below, above = gaussian.special.ndtr(np.array([at[0], -at[-1]])).tolist()
+        wide = gaussian.special().ndtr(np.where(left, at[1:], -at[:-1]))
+        narrow = gaussian.special().ndtr(np.where(left, at[:-1], -at[1:]))
+        below, above = gaussian.special().ndtr(np.array([at[0], -at[-1]])).tolist()
         return Outcomes(below, wide - narrow, above, wide)
 
     def scale(self, share: float) -> "Outcomes":
@@ -534,8 +503,3 @@ def _shrunk(mass: FloatArray, losses: FloatArray) -> FloatArray:
         if first:
             above = float(found[first]) * math.exp(losses[first - 1] - losses[first])
     return found
-
-
-if __name__ == "__main__":
-    asked, at = json.load(sys.stdin)
-    print(_by_library([(q, sigma, count) for q, sigma, count in asked], at))

@@ -136,7 +136,7 @@ def _two_series(q: float, sigma: float, orders: FloatArray, count: int) -> Float
     z0 = sigma**2 * math.log(1 / q - 1) + 0.5
     # [2, orders, terms]: the first series has the powers q^k, the second q^(α-k).
     power = np.stack([np.broadcast_to(k, log_binomial.shape), a - k])
-    log_tail = gaussian.special.log_ndtr(np.stack([z0 - power[0], power[1] - z0]) / sigma)
+    log_tail = gaussian.special().log_ndtr(np.stack([z0 - power[0], power[1] - z0]) / sigma)
     weight = (a - power) * math.log1p(-q) + power * math.log(q)
     growth = power * (power - 1) / (2 * sigma**2)
     exponent = log_binomial + weight + growth + log_tail
@@ -152,7 +152,7 @@ def _two_series(q: float, sigma: float, orders: FloatArray, count: int) -> Float
 def _series(orders: tuple[float, ...], count: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     k = np.arange(count + 1, dtype=np.float64)
     a = np.asarray(orders)[:, None]
-    return k, gaussian.log_binomial(a, k), gaussian.special.gammasgn(a - k + 1)
+    return k, gaussian.log_binomial(a, k), gaussian.special().gammasgn(a - k + 1)
 
 
 def to_epsilon(
