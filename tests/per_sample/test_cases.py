@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
+from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Lookup, Outer, part
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
@@ -180,11 +181,14 @@ class Tied(nn.Module):
         return nn.functional.linear(z, self.words.weight).sum(1)
 
 
+@pytest.mark.parametrize("rows", [60, 1000])
 @pytest.mark.parametrize(("steps", "twice"), [(1, False), (2, False), (1, True)])
-def test_a_tied_table_is_summed_without_one_for_each_record(steps, twice, monkeypatch):
+def test_a_tied_table_is_summed_without_one_for_each_record(steps, twice, rows, monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(norms, "CHUNK_BYTES", rows * 40 * 8)
     kernel = PerSampleKernel(FlatModel(Tied(steps, twice)), cross_entropy)
     x, y = torch.randint(0, 9, (12, 6)), torch.randint(0, 200, (12,))
+    x[:, 1:4] *= 22
     each = kernel.alone(x, y)
     expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
     monkeypatch.setattr(Lookup, "rows", lambda *_: pytest.fail("a table for a record"))

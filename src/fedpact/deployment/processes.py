@@ -53,6 +53,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     with _file_errors(), _ended_by_signals(), _held(directory), apart():
         coordinator = Coordinator.of(directory)
         credentials.check_server_keys(directory, coordinator.federation)
+        coordinator.price()
         _prepare(coordinator.federation.seeds == "test")
         host, port = coordinator.federation.address.rsplit(":", 1)
         own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"

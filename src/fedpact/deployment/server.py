@@ -285,6 +285,11 @@ class Coordinator:
         said = statement(self.plan, self.terms, len(self.terms), side)
         return said | {"epsilon_by_round": _EPSILON}
 
+    def price(self) -> None:
+        """Compute every ε of the run before this process grows: see accounting.apart."""
+        self.statement()
+        with_epsilon(RoundRecord(round=0), self.terms, {name: {} for name in self.terms})
+
 
 def print_round(record: RoundRecord) -> None:
     """Print the cost of a round to a server's log."""

@@ -231,20 +231,30 @@ class Outer(Share):
 
         return Part(squares, add)
 
-    def by_gram(self) -> Part:
-        """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64."""
+    def by_gram(self, table: "Lookup | None" = None) -> Part:
+        """‖G‖² = Σ_tt' (u_t·u_t')(g_t·g_t'), and the product, both in float64.
+
+        table: look-ups in the same weight, in rows where the product has zeros.
+        """
         g, u = self.g.double(), self.u.double()
         uu, gg = u @ u.mT, g @ g.mT
         lengths = (uu.diagonal(0, 1, 2) * gg.diagonal(0, 1, 2)).sqrt().sum(1)
         # Of positions that all but cancel the Gram sum is rounding, and no norm to divide by.
         squares = torch.maximum((uu * gg).sum((1, 2)), (FLOOR * lengths).square())
+        if table is not None:
+            squares = squares + table.squares()
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            scaled, read = chosen(good, g) * c.double()[:, None, None], chosen(good, u)
-            total = g.new_zeros(view.shape)
-            for some in slices(len(c), max(1, _TERMS // self.length)):
-                total += scaled[some].flatten(0, 1).t() @ read[some].flatten(0, 1)
-            view.add_(total.to(view.dtype))
+            read = chosen(good, u)
+            # A few rows at a time: the system would clear a new large matrix first.
+            for rows in norms.chunks(len(view), 8 * view[0].numel(), view, len(view)):
+                scaled = chosen(good, g[:, :, rows]) * c.double()[:, None, None]
+                total = g.new_zeros(view[rows].shape)
+                for some in slices(len(c), max(1, _TERMS // self.length)):
+                    total.addmm_(scaled[some].flatten(0, 1).t(), read[some].flatten(0, 1))
+                if table is not None:
+                    table.add_to(total, rows.start, c, good)
+                view[rows] += total.to(view.dtype)
 
         return Part(squares, add)
 
@@ -262,17 +272,9 @@ class Outer(Share):
         # Unused places repeat the last index, whose row must not count twice.
         first = torch.cat([index.new_ones(len(index), 1), index.diff(dim=1)], 1) > 0
         read = self.g.gather(2, at) * first[:, None]
-        product = Outer(self.g.scatter(2, at, 0), self.u)
+        product = Outer(self.g.double().scatter_(2, at, 0), self.u)
         looked_up = Lookup(index, rows + read.mT @ self.u, table.entries, None)
-        both = product.special() or product.by_gram(), looked_up.special()
-
-        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            own = torch.zeros_like(view)
-            for part in both:
-                part.add(c, good, own)
-            view.add_(own)
-
-        return Part(both[0].squares + both[1].squares, add)
+        return product.by_gram(looked_up)
 
 
 class Lookup(Share):
@@ -331,12 +333,28 @@ class Lookup(Share):
             some_g = chosen(good, g)
             for some in slices(len(c), TOGETHER):
                 scaled = some_g[some].to(c.dtype) * c[some, None, None]
-                # Into zeros first: added to a large total, each term would be rounded again.
+                at, rows = index[some].flatten(), scaled.flatten(0, 1)
+                # Summed first: added to a large total, each term would be rounded again.
+                if len(at) < self.entries == len(view):
+                    at, rows = (v[0] for v in Lookup(at[None], rows[None], 0, None).distinct())
+                    view.index_add_(0, at, rows.view(-1, *view.shape[1:]))
+                    continue
                 own = view.new_zeros(self.entries, self.size // self.entries)
-                own.index_add_(0, index[some].flatten(), scaled.flatten(0, 1))
-                view.add_(own.view(view.shape))
+                view.add_(own.index_add_(0, at, rows).view(view.shape))
 
         return Part(squares, add)
+
+    def squares(self) -> Tensor:
+        """‖row‖² over the rows of `distinct`, [B] in float64."""
+        return square_sums(self._g)
+
+    def add_to(self, total: Tensor, first: int, c: Tensor, good: Tensor | None) -> None:
+        """Add Σ_j c_j g_j to a table's rows [n, E] from `first` on. Of distinct look-ups."""
+        at = self._index.flatten() - first
+        here = torch.logical_and(at >= 0, at < len(total))
+        scaled = (chosen(good, self._g).to(c.dtype) * c[:, None, None]).flatten(0, 1)
+        rows = scaled.to(total.dtype) * here[:, None]
+        total.index_add_(0, at.clamp(0, len(total) - 1), rows)
 
 
 class SumOfShares(Share):
