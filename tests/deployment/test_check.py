@@ -371,6 +371,25 @@ def test_one_check_shows_each_kind_of_fault(sites, tmp_path):
     assert (after.problems, after.left_out) == ([], [("age", "is missing", 5)])
 
 
+def test_other_text_below_an_ascii_header_is_looked_into(sites, tmp_path):
+    words = {"female": "Frau", "male": "Männlich"}
+    table = tmp_path / "own.csv"
+    found = [{**row, "sex": words[row["sex"]]} for row in rows()]
+    table.write_bytes(write(table, found).read_text().encode("cp1252"))
+    _, (home,) = sites(table)
+    checked = check_site(home)
+    assert f"{len(found) // 2} lines not in UTF-8" in checked.problems[0]
+    assert ("sex", "is not one of its declared categories", len(found)) in checked.left_out
+    assert "Männlich" in " ".join(checked.mends)
+
+
+def test_a_table_without_records_is_called_so(sites, tmp_path):
+    table = write(tmp_path / "own.csv", rows())
+    table.write_text(table.read_text().splitlines()[0] + "\n")
+    _, (home,) = sites(table)
+    assert check_site(home).problems == [f"data file {table} has no records"]
+
+
 @pytest.mark.parametrize("form", ["utf-16", "cp1252", "tab", "title", "twice", "tsv"])
 def test_a_table_of_another_form_is_looked_into(sites, tmp_path, form):
     table = write(tmp_path / "own.csv", [{**row, "é": "ü"} for row in rows()])

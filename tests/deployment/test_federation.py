@@ -49,7 +49,9 @@ def finished(make, elsewhere):
         knocked = knock(directory, elsewhere / "strangers")
         number = here._children["server"].pid
         knocked["long body"] = flood(directory, number)
-        knocked["a site's long body"] = flood(directory, number, directory / "sites" / SITES[0])
+        site = directory / "sites" / SITES[0]
+        knocked["a site's long body"] = flood(directory, number, site)
+        knocked["a site's long header"] = flood(directory, number, site, "X: ")
         here.start()
         wait_for(lambda: not here.runs("server"), directory)
         return directory, knocked, local.inspect_deployment(directory)
@@ -100,9 +102,9 @@ def asked(url, context):
         return str(error)
 
 
-def flood(directory, number, site=None):
+def flood(directory, number, site=None, ends="\r\n"):
     """Send a body of 256 MiB, with a site's certificate or none; return the growth of memory's
-    peak, and the answer."""
+    peak, and the answer. ends: of the header, which becomes as long if it does not end."""
     server = directory / "server"
     host, port = Federation.read(server / "federation.toml").address.split(":")
     context = ssl.create_default_context(cafile=server / "ca.crt")
@@ -114,12 +116,12 @@ def flood(directory, number, site=None):
         Path(f"/proc/{number}/clear_refs").write_text("5")  # its peak is what it has now
         before = peak_bytes(number)
         head = f"POST /v1/control/start-run HTTP/1.1\r\nHost: {host}\r\n"
-        head += f"Content-Type: application/protobuf\r\nContent-Length: {2**28}\r\n\r\n"
+        head += f"Content-Type: application/protobuf\r\nContent-Length: {2**28}\r\n{ends}"
         answer = b""
         try:
             s.sendall(head.encode())
             for _ in range(2**8):
-                s.sendall(bytes(2**20))
+                s.sendall(b"a" * 2**20)
             answer = s.recv(100)
         except OSError:  # it hangs up
             answer = answer or b"hung up"
@@ -248,7 +250,9 @@ def check_that_strangers_did_not_get_in(directory, knocked):
         assert knocked[name][0] != "answered", name
     assert knocked["long body"][1] == "hung up"
     assert knocked["a site's long body"][1].startswith(("HTTP/1.1 413", "hung up"))
-    assert max(knocked[f"{who}long body"][0] for who in ("", "a site's ")) < 2**26
+    assert knocked["a site's long header"][1].startswith(("HTTP/1.1 400", "hung up"))
+    floods = "long body", "a site's long body", "a site's long header"
+    assert max(knocked[flood][0] for flood in floods) < 2**26
     assert "CERTIFICATE_VERIFY_FAILED" in knocked["wrong certificate"][0]
     log = (directory / "server" / "log.txt").read_text()
     connected = {line.split()[-3] for line in log.splitlines() if line.endswith("is connected")}

@@ -376,6 +376,8 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
 
 
 _OPEN: Final = "has a quotation mark that nothing closes"
+NOT_UTF_8: Final = "is not UTF-8 text"
+"""The fault of a line in another encoding."""
 
 
 def _split(lines: Sequence[bytes], width: int) -> Iterator[list[str] | str]:
@@ -414,7 +416,7 @@ def _cells(line: bytes) -> list[str] | str:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError:
-        return "is not UTF-8 text"
+        return NOT_UTF_8
     if '"' not in text:
         return [value.strip() for value in text.split(",")]
     try:

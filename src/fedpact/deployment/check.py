@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fedpact.common.errors import DataError, FedpactError, PolicyRefused
 from fedpact.common.format import counted, toml, toml_key
 from fedpact.data.cells import (
+    NOT_UTF_8,
     Cells,
     find_named,
     read_columns,
@@ -195,7 +196,14 @@ def _look_at_columns(
             ]
     else:
         try:
-            columns = read_columns(path).cells
+            table = read_columns(path)
+            columns = table.cells
+            coded = [*table.broken.values()].count(NOT_UTF_8)
+            if coded > files.settings.most_left_out * max(map(len, columns.values()), default=0):
+                raise DataError(
+                    f"data file {path}: {coded:,} lines not in UTF-8: save it as "
+                    "UTF-8, or have pandas do so: read_csv(..., encoding='cp1252').to_csv(...)"
+                )
             if len(columns) == 1 < len(of.features):
                 raise DataError(
                     f"data file {path}: its first line is {next(iter(columns))!r}: expected a "
@@ -348,7 +356,9 @@ def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
     if (clamped := sieve.mostly_clamped(most)) and not found.reserved:
         found.problems.append(f"{clamped}: {CLAMPED_REMEDY}")
     told = sieve.too_many(most, "most_left_out in site.toml")
-    if told and not found.reserved:
+    if not sieve.count:
+        found.problems.append(f"data file {found.file} has no records")
+    elif told and not found.reserved:
         found.problems.append(
             f"{told}: correct the file or [columns] of site.toml, have the federation declare "
             "`fill` for columns with missing cells, or increase most_left_out"

@@ -145,7 +145,7 @@ def superlink(directory: Path, most: int, arguments: Sequence[str]) -> Generator
     the block does if the SuperLink fails; LOG has the reason.
     """
     import uvicorn
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     os.environ["FLWR_HOME"] = str((directory / LOG).parent.resolve())
     # What Flower's database migrations would colour error pages with takes 5 MB.
@@ -154,7 +154,8 @@ def superlink(directory: Path, most: int, arguments: Sequence[str]) -> Generator
     program, flower = script.load(), logging.getLogger("flwr")
     sockets, servers = Sockets(), list[uvicorn.Server]()
 
-    class Counted(AutoHTTPProtocol):
+    # Its other protocol reads headers of any length, which takes the more time the longer they are.
+    class Counted(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             told = transport.get_extra_info
             sockets.opened(told("peername"), told("socket"))

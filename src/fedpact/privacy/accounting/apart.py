@@ -1,31 +1,39 @@
-"""Accounting in child processes, for a party: it needs it once or twice, and lives long."""
+"""Accounting in a child process, for a party: it needs it at both ends of a run, and lives long."""
 
 import importlib
-import pickle
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import wraps
-from typing import Final, ParamSpec, TypeVar
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_IDLE_SECONDS: Final = 2.0
 _apart: Final = ContextVar("_apart", default=False)
+_idle: Final = list["_Child"]()
+"""Those that may be asked. One that is being asked, or has failed, is not among them."""
 
 
 @contextmanager
 def apart() -> Generator[None]:
-    """Within the block functions that are `separable` run in child processes.
+    """Within the block functions that are `separable` run in a child process.
 
-    scipy and dp-accounting take 70 MB, which end with the child. The answers are the same.
+    scipy and dp-accounting take 70 MB, which end with the child: it ends when it has not been asked
+    for some seconds. The answers are the same.
     """
     token = _apart.set(True)
     try:
         yield
     finally:
         _apart.reset(token)
+        _idle.clear()  # a child ends with its connection
 
 
 def separable(function: Callable[P, R]) -> Callable[P, R]:
@@ -34,18 +42,44 @@ def separable(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> R:
         if _apart.get():
-            asked = pickle.dumps((function.__module__, function.__name__, arguments, named))
-            command = [sys.executable, "-m", __name__]
-            done = subprocess.run(command, input=asked, capture_output=True, check=False)
-            if not done.returncode:
-                return pickle.loads(done.stdout)
-        # Also if the child raised an error, which is raised here, or was killed.
+            # A child may fail to start, raise an error, which is raised here, or be killed.
+            with suppress(Exception):
+                return _ask((function.__module__, function.__name__, arguments, named))
         return function(*arguments, **named)
 
     return call
 
 
+class _Child:
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                # Its modules are those of this process, whatever this one was started with.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        threading.Thread(target=self.process.wait, daemon=True).start()
+
+
+def _ask(question: object) -> Any:
+    """Return a child's answer. Raises Exception: it gives none."""
+    child = _idle.pop() if _idle else _Child()
+    if child.process.poll() is not None:
+        child = _Child()
+    child.connection.send(question)
+    answer = child.connection.recv()
+    # Only now: if this was interrupted, the next question would get its answer.
+    _idle.append(child)
+    return answer
+
+
 if __name__ == "__main__":
-    module, name, given, by_name = pickle.load(sys.stdin.buffer)
-    answer = getattr(importlib.import_module(module), name)(*given, **by_name)
-    sys.stdout.buffer.write(pickle.dumps(answer))
+    with Connection(int(sys.argv[1])) as connection, suppress(EOFError):
+        while connection.poll(_IDLE_SECONDS):
+            module, name, given, by_name = connection.recv()
+            connection.send(getattr(importlib.import_module(module), name)(*given, **by_name))
