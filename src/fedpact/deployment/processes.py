@@ -51,9 +51,10 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     program.share_memory_pools()
     program.release_code()
     with _file_errors(), _ended_by_signals(), _held(directory), apart():
-        coordinator = Coordinator.of(directory)
+        with apart():  # its child ends before this process grows
+            coordinator = Coordinator.of(directory)
+            coordinator.price()
         credentials.check_server_keys(directory, coordinator.federation)
-        coordinator.price()
         _prepare(coordinator.federation.seeds == "test")
         host, port = coordinator.federation.address.rsplit(":", 1)
         own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"

@@ -286,7 +286,7 @@ class Coordinator:
         return said | {"epsilon_by_round": _EPSILON}
 
     def price(self) -> None:
-        """Compute every ε of the run before this process grows: see accounting.apart."""
+        """Compute every ε of the run, which takes memory that is needed later: see `apart`."""
         self.statement()
         with_epsilon(RoundRecord(round=0), self.terms, {name: {} for name in self.terms})
 
