@@ -208,7 +208,8 @@ def name_pair(comparison: Comparison, one: PairedDifference, *, short: bool = Fa
     first, second = comparison.base(one.entry), comparison.base(one.reference)
     at = comparison.point(one.entry)
     if first == second:
-        return at if short else f"{at} minus {comparison.point(one.reference)}"
+        whose = f"{first}: " if len(set(map(comparison.base, comparison.entries))) > 1 else ""
+        return at if short else f"{whose}{at} minus {comparison.point(one.reference)}"
     if short:
         return f"{first}, {at}" if at else first
     return f"{first} minus {second}" + (f" at {at}" if at else "")

@@ -402,8 +402,11 @@ def _finish(
     given = RecordedForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
     given.by(scene.plan.stage()).write(folder)
     module = scene.workshop.module()
-    judged = commonest(select_judged_labels(scene), raw.classes)
+    labels = select_judged_labels(scene)
+    judged = commonest(labels, raw.classes)
     more = {"commonest": judged and asdict(judged), "ledgers": _sum_ledgers(folder, scene)}
+    # Pixels of an image and labels of a record are not independent.
+    more["judged_records"] = len(labels) if judged and labels.ndim == 1 else None
     more["left_out"] = raw.sieve.document() if raw.sieve else None
     ended = scene.form, at, records, status, more
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
