@@ -144,4 +144,4 @@ def test_predict_takes_a_class_of_a_script(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             main()
         assert (ended.value.code in (0, None)) == good
-    assert capsys.readouterr().out.startswith("label,no,yes\n")
+    assert capsys.readouterr().out.startswith("row,label,no,yes\n")

@@ -2,14 +2,17 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from fedpact.common.messages import SiteScore
+from fedpact.report import charts
 from fedpact.report.meaning import stake
 from fedpact.report.page import write_report
+from fedpact.report.run_summary import read_run
 
 from .conftest import builder
 
@@ -112,6 +115,26 @@ def test_an_accuracy_has_the_interval_of_its_test_records(build: Build) -> None:
     assert ends[0] < 0.7 < ends[1]
     for end in ends:
         assert (end - 0.7) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / 400, rel=0.03)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("values", "ends", "told"),
+    [
+        ((-0.5, 0.5), (-0.54, 0.54), False),
+        ((-40.0, 0.5), (-1.0, 0.54), True),
+        ((1e-5, 2e-5), (0.0, 2.16e-5), False),
+    ],
+)
+def test_no_metric_is_cut_off_unless_it_is_said(
+    build: Build, values: tuple[float, ...], ends: tuple[float, float], told: bool
+) -> None:
+    run = read_run(build(FIVE))
+    rounds = [replace(run.last, round=i, metrics={"r2": v}) for i, v in enumerate(values)]
+    drawn = charts.metric(replace(run, records=rounds), "r2")
+    assert drawn is not None
+    assert drawn.axes[0].get_ylim() == pytest.approx(ends)
+    assert ("-40 at worst" in drawn.caption) == told
 
 
 def test_a_digest_is_no_title_and_keys_break_at_points(build: Build) -> None:

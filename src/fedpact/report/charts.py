@@ -239,7 +239,10 @@ def _over_rounds(
             log_axis(axes)
         else:
             # What is far below 0, as R² before training, would flatten the rest.
-            axes.set_ylim(max(-1.0, 1.08 * min(0.0, *values)), 1.08 * max(0.05, *values))
+            highest = max(values)
+            axes.set_ylim(
+                max(-1.0, 1.08 * min(0.0, *values)), 1.08 * highest if highest > 0 else 0.05
+            )
         rounds_axis(axes)
     caption = about
     if min(values) < -1:

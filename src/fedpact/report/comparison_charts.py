@@ -218,7 +218,8 @@ def name_pair(comparison: Comparison, one: PairedDifference, *, short: bool = Fa
 def draw_paired(comparison: Comparison) -> Chart | None:
     """Draw the differences of accuracy or loss, with their intervals."""
     measure = comparison.judged
-    found = [d for d in comparison.paired(SWEPT[measure]) if d.known][:MANY]
+    known = [d for d in comparison.paired(SWEPT[measure]) if d.known]
+    found = known[:MANY]
     if not found:
         return None
     with sheet(1 + 0.24 * len(found)) as chart:
@@ -241,6 +242,8 @@ def draw_paired(comparison: Comparison) -> Chart | None:
         "Mean over seeds, with its 95 % interval. Filled: more than chance, after correction for "
         "all differences."
     )
+    if len(known) > MANY:
+        caption += f" Drawn are the first {MANY} of {len(known)}."
     title = f"{measure.capitalize()}: difference from {reference}"
     return chart.named(title, caption, comparison.pooled)
 

@@ -404,7 +404,8 @@ def _finish(
     module = scene.workshop.module()
     labels = select_judged_labels(scene)
     judged = commonest(labels, raw.classes)
-    more = {"commonest": judged and asdict(judged), "ledgers": _sum_ledgers(folder, scene)}
+    more: dict[str, Any] = {"ledgers": _sum_ledgers(folder, scene)}
+    more["commonest"] = judged and asdict(judged)
     # Pixels of an image and labels of a record are not independent.
     more["judged_records"] = len(labels) if judged and labels.ndim == 1 else None
     more["left_out"] = raw.sieve.document() if raw.sieve else None
