@@ -406,8 +406,9 @@ def _finish(
     judged = commonest(labels, raw.classes)
     more: dict[str, Any] = {"ledgers": _sum_ledgers(folder, scene)}
     more["commonest"] = judged and asdict(judged)
-    # Pixels of an image and labels of a record are not independent.
-    more["judged_records"] = len(labels) if judged and labels.ndim == 1 else None
+    # Pixels of an image, labels of a record and records of a person are not independent.
+    apart = judged and labels.ndim == 1 and scene.plan.person is None
+    more["judged_records"] = len(labels) if apart else None
     more["left_out"] = raw.sieve.document() if raw.sieve else None
     ended = scene.form, at, records, status, more
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)
