@@ -304,9 +304,9 @@ def test_accuracy_is_shown_with_the_majority_baseline(tmp_path):
     beside = summary["commonest"]
     assert beside["name"] == "common"
     assert summary["accuracy"] == beside["accuracy"]
-    assert f"no better than always answering 'common', which gives {beside['accuracy']:.2%}" in (
-        " ".join(done.stdout.split())
-    )
+    share = f"{100 * beside['accuracy']:.2f} %"
+    told = f"no better than always answering 'common', which gives {share}"
+    assert told in " ".join(done.stdout.split())
     page = html.unescape((tmp_path / "runs/one/report.html").read_text())
     assert "no better than always answering 'common'" in page
 
