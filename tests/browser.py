@@ -57,11 +57,13 @@ def opened(browser: Any, path: Path) -> Iterator[tuple[Any, list[str]]]:
 class Look:
     """How a page is at a width and in a scheme. faint: (text, contrast) below WCAG's AA.
 
-    overflow: pixels beyond the width. least: the smallest type that is shown, pixels, with its
-    text. texts: how many pieces of text were looked at, those of SVG among them (drawn).
+    overflow: pixels beyond the width. hidden: the texts of boxes that are cut, or that have to be
+    moved sideways without a shade that says so. least: the smallest type that is shown, pixels,
+    with its text. texts: how many pieces of text were looked at, those of SVG among them (drawn).
     """
 
     overflow: float
+    hidden: list[str]
     faint: list[tuple[str, float]]
     least: tuple[float, str]
     texts: int
@@ -78,9 +80,9 @@ def look(page: Any, width: int, scheme: str) -> Look:
     found = page.evaluate(_MEASURE)
     faint = [(text, ratio) for text, ratio, needed in found["ratios"] if not ratio >= needed]
     smallest = min(found["sizes"])
-    return Look(
-        found["overflow"], faint, (smallest[0], smallest[1]), len(found["sizes"]), found["drawn"]
-    )
+    least = smallest[0], smallest[1]
+    hidden = found["hidden"]
+    return Look(found["overflow"], hidden, faint, least, len(found["sizes"]), found["drawn"])
 
 
 def printed(page: Any) -> int:
@@ -123,7 +125,11 @@ _MEASURE = """() => {
     return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
   };
   const overflow = document.documentElement.scrollWidth - innerWidth;
-  const found = {overflow, ratios: [], sizes: [], drawn: 0};
+  const hidden = [...document.querySelectorAll('body *')].filter(e => e.clientWidth
+    && getComputedStyle(e).overflowX != 'visible' && e.scrollWidth > e.clientWidth + 1
+    && getComputedStyle(e).backgroundImage == 'none' && !(e instanceof SVGElement))
+    .map(e => e.innerText.slice(0, 60));
+  const found = {overflow, hidden, ratios: [], sizes: [], drawn: 0};
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   const range = document.createRange();
   while (walker.nextNode()) {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import fedpact
 from fedpact.algorithms import names
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,25 @@ def test_the_tests_that_a_page_names_exist(page, least):
     assert len(named) > least
     assert named <= known, sorted(named - known)
     assert files <= {path.name for path in sources}
+
+
+def test_the_odds_ratio_is_that_of_the_weights(tmp_path, monkeypatch, capsys):
+    """Ten years of a range of 120 are 10/60 of the input, which lies in -1..1."""
+    page = (ROOT / "docs/how-to/runs.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python odds\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    age = [20.0 + i % 60 for i in range(600)]
+    table = {"age": age, "bmi": [27.0] * 600, "ward": ["A", "B", "C"] * 200}
+    table["ill"] = ["yes" if a > 50 else "no" for a in age]
+    columns = {"age": {"range": [0, 120], "scale": "range"}, "bmi": {"range": [10, 60]}}
+    columns["ward"] = {"categories": ["A", "B", "C"]}
+    records = {"classes": ["no", "yes"], "columns": columns}
+    settings = {"label": "ill", "records": records, "sites": 1, "rounds": 5}
+    result = fedpact.run("logistic", table, **settings, out="runs/patients")
+    exec(compile(code, "runs.md", "exec"), {})
+    weight = next(p for p in result.model.parameters() if p.ndim == 2).detach()
+    ratio = float(((weight[1, 0] - weight[0, 0]) * 10 / 60).exp())
+    assert f"by the factor {ratio:.2f}\n" in capsys.readouterr().out
 
 
 def test_every_page_is_in_the_navigation_of_the_site():

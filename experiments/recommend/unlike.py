@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import fedpact
 from fedpact.privacy.accounting.accountant import Budget
-from fedpact.privacy.accounting.planner import full_batch
+from fedpact.privacy.accounting.planner import NOISE, TABLE_NOISE, full_batch
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.studies.circumstances import Circumstances, SiteNoise, describe_columns
 from fedpact.studies.recommend import Recommendation
@@ -58,6 +58,7 @@ def both(row: str) -> dict[str, dict[str, Any]]:
         weights=scene.workshop.size,
         clip=clip,
         length=length,
+        noise=NOISE if "features" in found else TABLE_NOISE,
     )
     plain = {key: value for key, value in found.items() if key != "server"}
     plain |= {"algorithm": "fedavg", "rounds": alike.rounds}

@@ -18,7 +18,12 @@ from fedpact.deployment.files import Choices, write_deployment
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.accounting.calibration import smallest_sigma
-from fedpact.privacy.accounting.planner import NOISE, full_batch, signal_to_noise
+from fedpact.privacy.accounting.planner import (
+    NOISE,
+    TABLE_NOISE,
+    full_batch,
+    signal_to_noise,
+)
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.studies.recommend import Recommendation
 
@@ -504,6 +509,23 @@ def test_fewer_rounds_than_pay_have_no_longer_way():
     for rounds in (1, 4, 25):
         few = full_batch(sigma, 20_000, sites, rounds)
         assert few.noise == pytest.approx(NOISE * (rounds / 100) ** 0.5)
+
+
+def test_tables_take_half_the_noise_and_images_all_of_it(tmp_path, monkeypatch):
+    """So that a longer way at equal accuracy does not raise the loss."""
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-1, 1, (400, 6)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x=x, y=draw.integers(0, 2, 400))
+
+    def rates():
+        for data in (str(tmp_path / "x.npz"), "digits"):
+            found = document("recommend", data, "--epsilon", "2")
+            yield found["configuration"]["settings"]["learning_rate"]
+
+    own = [*rates()]
+    monkeypatch.setattr("fedpact.studies.recommend.TABLE_NOISE", NOISE)
+    table, images = rates()
+    assert own == [pytest.approx(table * TABLE_NOISE / NOISE, rel=0.01), images]
 
 
 def noise_of(tmp_path):

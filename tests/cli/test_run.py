@@ -304,9 +304,9 @@ def test_accuracy_is_shown_with_the_majority_baseline(tmp_path):
     beside = summary["commonest"]
     assert beside["name"] == "common"
     assert summary["accuracy"] == beside["accuracy"]
-    assert f"no better than always answering 'common', which gives {beside['accuracy']:.2%}" in (
-        " ".join(done.stdout.split())
-    )
+    share = f"{100 * beside['accuracy']:.2f} %"
+    told = f"no better than always answering 'common', which gives {share}"
+    assert told in " ".join(done.stdout.split())
     page = html.unescape((tmp_path / "runs/one/report.html").read_text())
     assert "no better than always answering 'common'" in page
 
@@ -321,6 +321,36 @@ def test_a_loss_above_the_first_models_is_told(tmp_path):
     done = fedpact("run", *QUICK, *changed, "--out", "one", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "before training: lower the learning rate" in " ".join(done.stdout.split())
+
+
+def test_answers_can_be_joined_to_the_rows_of_the_file(tmp_path):
+    """Also where a record is left out, and where its ID is text with zeros in front."""
+    table = ["patient,age,ill"] + [f"{i:03},{i},{'yes' if i > 30 else 'no'}" for i in range(60)]
+    (tmp_path / "old.csv").write_text("\n".join(table))
+    records = {"classes": ["no", "yes"], "columns": {"age": {"range": [0, 60], "scale": "range"}}}
+    drop = {"drop": ["patient"], "rounds": 2, "sites": 2}
+    data = str(tmp_path / "old.csv")
+    package.run("logistic", data, label="ill", records=records, out=tmp_path / "r", **drop)
+    (tmp_path / "new.csv").write_text("patient,age\n007,40\n003,very old\n005,20\n")
+    words = ["predict", "r", "new.csv"]
+    done = fedpact(*words, "--keep", "patient", cwd=tmp_path)
+    lines = [line.split(",") for line in done.stdout.splitlines()]
+    assert (done.returncode, lines[0]) == (0, ["row", "patient", "label", "no", "yes"])
+    assert [line[:2] for line in lines[1:]] == [["1", "007"], ["2", "003"], ["3", "005"]]
+    assert [bool(line[2]) for line in lines[1:]] == [True, False, True]
+    told = json.loads(fedpact(*words, "--keep", "patient", "--json", cwd=tmp_path).stdout)
+    assert told["kept"] == {"patient": ["007", "003", "005"]}
+    done = fedpact(*words, "--keep", "patient", "--out", "a.npz", cwd=tmp_path)
+    assert done.returncode == 0
+    with np.load(tmp_path / "a.npz") as stored:
+        assert stored["patient"].tolist() == ["007", "003", "005"]
+    done = fedpact(*words, "--keep", "patent", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--keep patent: new.csv has no such column: it has patient, age" in done.stderr
+    (tmp_path / "new.csv").write_text("label,age\n1,40\n")
+    done = fedpact(*words, "--keep", "label", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "rename it in new.csv" in done.stderr
 
 
 def test_several_labels_from_one_column_are_refused_plainly(tmp_path):

@@ -70,7 +70,7 @@ def test_a_brought_algorithm_is_checked(package, monkeypatch, capsys):
 
 def test_what_an_algorithm_lacks_is_told(package, monkeypatch, capsys):
     bare = package(HALF.replace("NEUTRAL =", "OTHER ="))
-    with pytest.raises(PlanError, match="and NEUTRAL"):
+    with pytest.raises(PlanError, match="it lacks NEUTRAL; NEUTRAL = None says"):
         algorithms.load(bare)
     for wrong in (bare.replace(":", "."), bare.replace(":", "/") + ".py"):
         with pytest.raises(PlanError, match=f"if it is your own, write '{bare}'"):
@@ -144,4 +144,4 @@ def test_predict_takes_a_class_of_a_script(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             main()
         assert (ended.value.code in (0, None)) == good
-    assert capsys.readouterr().out.startswith("label,no,yes\n")
+    assert capsys.readouterr().out.startswith("row,label,no,yes\n")

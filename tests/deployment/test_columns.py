@@ -330,7 +330,7 @@ def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
 @pytest.mark.parametrize(
     ("file", "before", "after"),
     [
-        ("federation.toml", "high = 90.0", "high = 99.0"),
+        ("federation.toml", ", 90.0]", ", 99.0]"),
         ("federation.toml", "fill = 25.0", "fill = 26.0"),
         ("plan.json", '"learning_rate": 0.5', '"learning_rate": 0.25'),
     ],

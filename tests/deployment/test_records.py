@@ -209,6 +209,7 @@ def test_federation_toml_keeps_what_was_declared(make, tmp_path):
         where = make(tmp_path / str(given), {"records": given}, **plan) / "server"
         federation = Federation.read(where / "federation.toml")
         assert set(federation.records.columns) == names
+        assert "range = [0.0, 120.0]" in (where / "federation.toml").read_text()
         assert federation.features == (() if given else ("age", "ward"))
         first = federation.records.columns[min(names)]
         assert (first.low, first.high, first.clamp) == (0.0, 120.0, True)

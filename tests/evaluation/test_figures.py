@@ -158,5 +158,5 @@ def test_the_commonest_class_is_the_one_of_most_counts() -> None:
     assert found is not None
     assert found["commonest"] == {"name": "yes", "accuracy": 0.8}
     told = compare_with_classes(found)
-    assert told[0] == "no better than always answering 'yes', which gives 80.00%"
+    assert told[0] == "no better than always answering 'yes', which gives 80.00 %"
     assert told[1].startswith("worst for class no: 50.0 %")

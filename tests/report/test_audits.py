@@ -49,7 +49,8 @@ def shown(folder: Path, document: dict[str, Any] | None) -> str:
 
 
 def row(*cells: str) -> str:
-    return "".join(f'<td class="n">{cell}</td>' for cell in cells)
+    named = zip(("measured", "at best", "claimed", "δ", "confidence"), cells, strict=False)
+    return "".join(f'<td class="n" data-of="{of}">{cell}</td>' for of, cell in named)
 
 
 def test_the_bound_is_shown_with_the_claim(build: Build) -> None:

@@ -541,6 +541,38 @@ def test_differences_are_paired_by_seed_and_corrected(tmp_path: Path) -> None:
     assert document(comparison)["paired"]["accuracy"][0]["entry"] == "better"
 
 
+def test_a_method_is_compared_with_itself_between_points(tmp_path: Path) -> None:
+    """Apart from the differences between methods, so that neither costs the other its p."""
+    finals = {
+        "a1": [0.5, 0.6, 0.8],
+        "a4": [0.53, 0.64, 0.81],
+        "b1": [0.4, 0.7, 0.7],
+        "b4": [0.6] * 3,
+    }
+    points = {n: SweepPoint(n[0], {"privacy.epsilon": float(n[1])}) for n in finals}
+    for name, each in finals.items():
+        for seed, final in enumerate(each):
+            put(tmp_path, name, seed, {0: 0.1, 2: final})
+    comparison = replace(read(tmp_path, list(finals), range(3)), points=points)
+    found = comparison.paired_points(lambda run: run.accuracy)
+    own = [stats.ttest_rel(finals[f"{n}4"], finals[f"{n}1"]).pvalue for n in "ab"]
+    assert [(one.entry.name, one.reference.name) for one in found] == [("a4", "a1"), ("b4", "b1")]
+    assert found[0].p == pytest.approx(min(1, 2 * own[0] if own[0] < own[1] else own[0]))
+    table = paired_table(comparison)
+    assert table is not None
+    assert [row[0] for row in table.rows] == [
+        "b minus a at ε = 1",
+        "b minus a at ε = 4",
+        "a: ε = 4 minus ε = 1",
+        "b: ε = 4 minus ε = 1",
+    ]
+    alone = replace(
+        read(tmp_path, ["a1", "a4"], range(3)), points={n: points[n] for n in ("a1", "a4")}
+    )
+    assert alone.paired_points(lambda run: run.accuracy) == []
+    assert len(alone.paired(lambda run: run.accuracy)) == 1
+
+
 def test_equal_differences_are_no_evidence(tmp_path: Path) -> None:
     for name, offset in (("one", 0.0), ("two", 5 / 355)):
         for seed, final in enumerate((0.1, 0.7)):

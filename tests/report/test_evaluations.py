@@ -36,6 +36,11 @@ def figures(folder: Path, seed: int) -> dict[tuple[str, str], dict[str, float]]:
     return {(f["name"], f["about"]): f for f in found["evaluation"]["figures"]}
 
 
+def cells(**texts: str) -> str:
+    """Return a table's cells, heading -> text."""
+    return "".join(f'<td class="n" data-of="{of}">{text}</td>' for of, text in texts.items())
+
+
 def test_a_comparison_shows_the_means_of_released_values(runs: Path) -> None:
     plan = json.loads((run_folder(runs, "fedavg", 0) / "plan.json").read_text())
     comparison = read_comparison(runs, {"fedavg": plan}, SEEDS)
@@ -51,11 +56,11 @@ def test_a_comparison_shows_the_means_of_released_values(runs: Path) -> None:
     assert f"equalised-odds gap {percent(mean['value'])} ({interval})" in line
     page = render_comparison(comparison)
     assert "As sites released it" in page
-    assert f'<td class="n">{interval}</td><td class="n">{percent(mean["exact"])}</td>' in page
+    assert cells(interval=interval, exactly=percent(mean["exact"])) in page
     for about in ("group Female", "group Male"):
         rates = [f"{kind} positive rate of class high" for kind in ("true", "false")]
         for name in ("accuracy", *rates):
-            assert f"<td>{name}</td><td>{about}</td>" in page
+            assert f'<td data-of="figure">{name}</td><td data-of="of">{about}</td>' in page
 
 
 def test_report_shows_groups_gap_and_evaluated_rounds(runs: Path) -> None:
@@ -65,7 +70,7 @@ def test_report_shows_groups_gap_and_evaluated_rounds(runs: Path) -> None:
     for key in (("equalised-odds gap", "groups"), ("accuracy", "group Male")):
         figure = found[key]
         cell = f"{percent(figure['low'])} to {percent(figure['high'])}"
-        assert f"<td>{key[0]}</td><td>{key[1]}</td>" in page
+        assert f'<td data-of="figure">{key[0]}</td><td data-of="of">{key[1]}</td>' in page
         assert cell in page
     assert "Round by round" in page
     rounds = read_run(folder).released["by_round"]
@@ -108,4 +113,4 @@ def test_simulation_shows_exact_rates_where_none_are_released(tmp_path: Path, no
     assert entry["evaluation"] is None
     assert entry["held_out"] == result.summary["held_out"]["figures"]
     text = percent(found["equalised-odds gap", "groups"]["value"])
-    assert f'<td class="n">–</td><td class="n">{text}</td>' in render_comparison(comparison)
+    assert cells(interval="–", exactly=text) in render_comparison(comparison)

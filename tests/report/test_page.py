@@ -2,20 +2,23 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from fedpact.common.messages import SiteScore
+from fedpact.report import charts
 from fedpact.report.meaning import stake
 from fedpact.report.page import write_report
+from fedpact.report.run_summary import read_run
 
 from .conftest import builder
 
 Build = Callable[..., Path]
 FIVE = [f"clinic-{i}" for i in range(5)]
-VOID = {"meta", "br", "hr", "img", "input", "link"}
+VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 
 
 class Page(HTMLParser):
@@ -96,6 +99,51 @@ def test_nothing_to_say_is_not_said(five: Page) -> None:
     """Of joining where no site was trained alone; a missing figure is no word of Python's."""
     assert "worth joining" not in five.text
     assert not re.search(r"\bNone\b|\bnan\b", five.text)
+
+
+def test_an_accuracy_has_the_interval_of_its_test_records(build: Build) -> None:
+    """Wilson's, whose ends solve (θ - share)² = z² θ (1 - θ) / n, n of records, not of sites."""
+    folder = build(FIVE)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "95 % interval" not in page(folder).text
+    (folder / "summary.json").write_text(json.dumps({**summary, "judged_records": 400}))
+    found = re.search(
+        r"95 % interval ([\d.]+) % to ([\d.]+) % by 400 test records", page(folder).text
+    )
+    assert found
+    ends = [float(end) / 100 for end in found.groups()]
+    assert ends[0] < 0.7 < ends[1]
+    for end in ends:
+        assert (end - 0.7) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / 400, rel=0.03)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("values", "ends", "told"),
+    [
+        ((-0.5, 0.5), (-0.54, 0.54), False),
+        ((-40.0, 0.5), (-1.0, 0.54), True),
+        ((1e-5, 2e-5), (0.0, 2.16e-5), False),
+    ],
+)
+def test_no_metric_is_cut_off_unless_it_is_said(
+    build: Build, values: tuple[float, ...], ends: tuple[float, float], told: bool
+) -> None:
+    run = read_run(build(FIVE))
+    rounds = [replace(run.last, round=i, metrics={"r2": v}) for i, v in enumerate(values)]
+    drawn = charts.metric(replace(run, records=rounds), "r2")
+    assert drawn is not None
+    assert drawn.axes[0].get_ylim() == pytest.approx(ends)
+    assert ("-40 at worst" in drawn.caption) == told
+
+
+def test_a_digest_is_no_title_and_keys_break_at_points(build: Build) -> None:
+    folder = build(FIVE)
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "data": "table@0123456789abcdef"}))
+    source = page(folder).source
+    assert "<h1>fedavg on table</h1>" in source
+    assert "settings.<wbr>learning_rate" in source
 
 
 def test_names_every_site_and_states_the_guarantee(build: Build) -> None:
@@ -266,7 +314,7 @@ def test_defaults_are_distinguished_from_given_values(build: Build) -> None:
     plan |= {"settings": {"learning_rate": 0.125, "local_steps": 7}, "seed": 0}
     plan["defaults"] = ["seed", "settings.local_steps"]
     (folder / "plan.json").write_text(json.dumps(plan))
-    source = write_report(folder).read_text()
+    source = write_report(folder).read_text().replace("<wbr>", "")
     given, left = source[source.index("<h3>Configuration") :].split("2 settings at their defaults")
     assert "<th>settings.learning_rate</th>" in given
     assert "<th>seed</th>" not in given

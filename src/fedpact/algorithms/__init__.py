@@ -236,9 +236,12 @@ def load(name: str) -> Algorithm:
         settings = getattr(found, "Settings", None)
         fits = isinstance(settings, type) and issubclass(settings, BaseSettings)
         if not (fits and hasattr(found, "NEUTRAL")):
+            lacking = "Settings, a subclass of fedpact.algorithms.BaseSettings"
+            if fits:
+                lacking = "NEUTRAL; NEUTRAL = None says that no settings are neutral"
             raise PlanError(
-                f"algorithm is {name!r}: expected a module, or a class, with Settings, a subclass "
-                "of fedpact.algorithms.BaseSettings, and NEUTRAL; see docs/how-to/extend.md"
+                f"algorithm is {name!r}: expected a module, or a class, with Settings and NEUTRAL, "
+                f"and it lacks {lacking}; see docs/how-to/extend.md"
             )
         return cast(Algorithm, found)
     # First look among loaded modules: listing the folder takes longer than reading a short plan.

@@ -189,12 +189,13 @@ def against_majority_class(accuracy: float | None, commonest: Mapping[str, Any] 
     commonest: as summary.json has it. Empty where either is unknown.
 
     >>> against_majority_class(0.95, {"name": "no", "accuracy": 0.9})
-    "always answering 'no' gives 90.00%"
+    "always answering 'no' gives 90.00 %"
     >>> against_majority_class(0.9, {"name": "no", "accuracy": 0.9})
-    "no better than always answering 'no', which gives 90.00%"
+    "no better than always answering 'no', which gives 90.00 %"
     """
     if accuracy is None or commonest is None:
         return ""
-    answer, value = f"always answering {commonest['name']!r}", exact_percent(commonest["accuracy"])
+    answer, value = f"always answering {commonest['name']!r}", 100 * commonest["accuracy"]
     better = accuracy > commonest["accuracy"]
-    return f"{answer} gives {value}" if better else f"no better than {answer}, which gives {value}"
+    told = f"{answer} gives" if better else f"no better than {answer}, which gives"
+    return f"{told} {value:.2f} %"

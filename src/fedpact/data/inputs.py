@@ -171,7 +171,8 @@ def table_of(
         if odd := [c for c in names if c not in known]:
             raise DataError(
                 f"{origin}: records.{key} names {', '.join(odd)}: expected some of its columns "
-                f"{list_some(columns)}, and not those of label, site or person; correct the names"
+                f"{list_some(columns)}, and not those of label, site or person, which are no "
+                "features anyway; correct the names, or take them out"
             )
     unused = {*found.index, *_numbering(origin, list(columns), form)}
     chosen = choose_features(columns, form, roles.values())

@@ -99,8 +99,8 @@ longest = {checks.longest:g}   # the largest distance of a reply, relative to th
 
 # What a record may hold: a public declaration, not computed from records. low and high (with
 # clamp = true, values beyond them are set to them); vocabulary = 50 for words 0, ..., 49; or a
-# table [records.columns.NAME] with low and high, or categories. A site leaves out records that do
-# not fit, and names them only in its own log.
+# table [records.columns.NAME] with range = [low, high], or categories. A site leaves out records
+# that do not fit, and names them only in its own log.
 {_records(of.records)}{_groups(of.groups)}
 # A site's size is public: a round number near what it trains on, not a count.
 {members}"""
@@ -124,7 +124,10 @@ def _records(form: RecordForm) -> str:
     """The [records] table, and those of its columns."""
     tables = {"records": form.model_dump(exclude_defaults=True, exclude={"columns"})}
     for name, column in form.columns.items():
-        tables[f"records.columns.{toml_key(name)}"] = column.model_dump(exclude_defaults=True)
+        own = column.model_dump(exclude_defaults=True)
+        if own.keys() >= {"low", "high"}:
+            own = {"range": [own.pop("low"), own.pop("high")], **own}
+        tables[f"records.columns.{toml_key(name)}"] = own
     return "\n".join(
         f"[{table}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in entries.items())
         for table, entries in tables.items()

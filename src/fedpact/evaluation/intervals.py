@@ -264,6 +264,21 @@ def estimate_ratio(
     return value, max(low, 0.0), min(high, 1.0)
 
 
+def wilson_interval(share: float, count: int, level: float = 0.95) -> tuple[float, float]:
+    """Return an interval for the probability behind a share of `count` independent records.
+
+    share: in [0, 1]. count: >= 1. It is Wilson's (Journal of the American Statistical Association
+    22, 1927): all θ with (share - θ)² <= z² θ (1 - θ) / count.
+
+    >>> [round(end, 3) for end in wilson_interval(1.0, 10)]
+    [0.722, 1.0]
+    """
+    z2 = _z(level) ** 2 / count
+    middle = share + z2 / 2
+    half = math.sqrt(z2 * (share * (1 - share) + z2 / 4))
+    return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))
+
+
 def _z(level: float) -> float:
     return NormalDist().inv_cdf((1 + level) / 2)
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.ticker import FuncFormatter
 
-from fedpact.common.format import choose_byte_unit, counted, percent, size, upper
+from fedpact.common.format import choose_byte_unit, counted, number, percent, size, upper
 from fedpact.common.messages import RoundRecord
 from fedpact.evaluation.metrics import METRICS, find_display, ranking
 from fedpact.report.drawing import (
@@ -237,10 +237,16 @@ def _over_rounds(
         axes.plot(rounds, values, color=GREEN, marker=marker(len(points)), ms=3.5)
         if log and min(values) > 0 and max(values) > 30 * min(values):
             log_axis(axes)
-        elif max(values) > 0:
-            axes.set_ylim(0, 1.08 * max(values))
+        else:
+            # What is far below 0, as R² before training, would flatten the rest.
+            highest = max(values)
+            axes.set_ylim(
+                max(-1.0, 1.08 * min(0.0, *values)), 1.08 * highest if highest > 0 else 0.05
+            )
         rounds_axis(axes)
     caption = about
+    if min(values) < -1:
+        caption += f" It was {number(min(values))} at worst; what is below -1 is not drawn."
     lost = sum(1 for _, value in known if not math.isfinite(value))
     if lost:
         caption += (

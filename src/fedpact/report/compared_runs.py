@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -244,18 +244,23 @@ class Comparison:
     def paired(self, measure: Callable[[RunSummary], float | None]) -> "list[PairedDifference]":
         """Return each entry's difference from the first entry at the same point.
 
-        A single algorithm in a sweep is compared with itself at the first point. p is corrected
-        for all differences by Holm's method (Scandinavian Journal of Statistics 6, 1979).
+        A single algorithm in a sweep is compared with itself at the first point.
         """
-        several = any(len(group) > 1 for group in self.groups.values())
-        groups = [*self.groups.values()] if several else [self.entries]
-        pairs = [(entry, group[0]) for group in groups for entry in group[1:]]
-        found = [one for pair in pairs if (one := _pair(*pair, measure))]
-        least, order = 0.0, sorted(range(len(found)), key=lambda i: found[i].p)
-        for rank, i in enumerate(order):
-            least = max(least, min(1.0, (len(found) - rank) * found[i].p))
-            found[i] = replace(found[i], p=least)
-        return found
+        return _differences([*self.groups.values()] if self._several else [self.entries], measure)
+
+    def paired_points(
+        self, measure: Callable[[RunSummary], float | None]
+    ) -> "list[PairedDifference]":
+        """Return each algorithm's difference from itself at the first point; none of one alone."""
+        bases = dict[str, list[Entry]]()
+        for entry in self.entries if self._several else ():
+            bases.setdefault(self.base(entry), []).append(entry)
+        return _differences(bases.values(), measure)
+
+    @property
+    def _several(self) -> bool:
+        """Whether several algorithms share a point."""
+        return any(len(group) > 1 for group in self.groups.values())
 
 
 def read_comparison(
@@ -281,6 +286,22 @@ def read_comparison(
                 missing[seed] = found
         entries.append(Entry(name, plan, runs, missing))
     return Comparison(folder, entries)
+
+
+def _differences(
+    groups: Iterable[Sequence[Entry]], measure: Callable[[RunSummary], float | None]
+) -> list[PairedDifference]:
+    """Compare the others of each group with its first entry.
+
+    p is corrected for all of them by Holm's method (Scandinavian Journal of Statistics 6, 1979).
+    """
+    pairs = [(entry, group[0]) for group in groups for entry in group[1:]]
+    found = [one for pair in pairs if (one := _pair(*pair, measure))]
+    least, order = 0.0, sorted(range(len(found)), key=lambda i: found[i].p)
+    for rank, i in enumerate(order):
+        least = max(least, min(1.0, (len(found) - rank) * found[i].p))
+        found[i] = replace(found[i], p=least)
+    return found
 
 
 def _pair(

@@ -181,17 +181,21 @@ def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
 
 PAIRED_NOTE: Final = (
     "over the seeds that both have run, which share each seed's partition and records: mean, 95 % "
-    "interval by Student's t, and p by Holm's correction for all differences in a column; below "
-    "0.05 it is more than chance; –: one seed, or equal differences, which tell nothing of their "
-    "spread; accuracies are in percentage points"
+    "interval by Student's t, and p by Holm's correction for all differences of a kind in a column "
+    "(between methods, and of each method between points); below 0.05 it is more than chance; –: "
+    "one seed, or equal differences, which tell nothing of their spread; accuracies are in "
+    "percentage points"
 )
 
 
 def paired_table(comparison: Comparison) -> TextTable | None:
-    """Return each method's difference from the first; None without common seeds."""
+    """Return the differences from the first method, and from the first point of a sweep.
+
+    None without common seeds.
+    """
     rows, headings = dict[str, list[str]](), list[str]()
     for measure, of in SWEPT.items():
-        found = comparison.paired(of)
+        found = [*comparison.paired(of), *comparison.paired_points(of)]
         form = "{:+.4g}".format if measure == "mean loss" else lambda value: f"{100 * value:+.2f}"
         if found:
             headings += [measure, "95 % interval", "p"]
@@ -341,7 +345,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "paired": {
             measure: [
                 strict({**vars(one), "entry": one.entry.name, "reference": one.reference.name})
-                for one in comparison.paired(of)
+                for one in [*comparison.paired(of), *comparison.paired_points(of)]
             ]
             for measure, of in SWEPT.items()
         },

@@ -208,7 +208,8 @@ def name_pair(comparison: Comparison, one: PairedDifference, *, short: bool = Fa
     first, second = comparison.base(one.entry), comparison.base(one.reference)
     at = comparison.point(one.entry)
     if first == second:
-        return at if short else f"{at} minus {comparison.point(one.reference)}"
+        whose = f"{first}: " if len(set(map(comparison.base, comparison.entries))) > 1 else ""
+        return at if short else f"{whose}{at} minus {comparison.point(one.reference)}"
     if short:
         return f"{first}, {at}" if at else first
     return f"{first} minus {second}" + (f" at {at}" if at else "")
@@ -217,7 +218,8 @@ def name_pair(comparison: Comparison, one: PairedDifference, *, short: bool = Fa
 def draw_paired(comparison: Comparison) -> Chart | None:
     """Draw the differences of accuracy or loss, with their intervals."""
     measure = comparison.judged
-    found = [d for d in comparison.paired(SWEPT[measure]) if d.known][:MANY]
+    known = [d for d in comparison.paired(SWEPT[measure]) if d.known]
+    found = known[:MANY]
     if not found:
         return None
     with sheet(1 + 0.24 * len(found)) as chart:
@@ -240,6 +242,8 @@ def draw_paired(comparison: Comparison) -> Chart | None:
         "Mean over seeds, with its 95 % interval. Filled: more than chance, after correction for "
         "all differences."
     )
+    if len(known) > MANY:
+        caption += f" Drawn are the first {MANY} of {len(known)}."
     title = f"{measure.capitalize()}: difference from {reference}"
     return chart.named(title, caption, comparison.pooled)
 

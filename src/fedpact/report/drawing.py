@@ -19,7 +19,7 @@ from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from fedpact.common.errors import InputError
 from fedpact.common.notebook import LIGHT, apply_theme, css
@@ -234,8 +234,11 @@ def percent_axis(axes: Axes, which: str = "y") -> None:
 
 
 def log_axis(axes: Axes) -> None:
-    """Make the y axis logarithmic, with plain numbers."""
+    """Make the y axis logarithmic, with plain numbers; within two decades also at 3, 30, ..."""
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 100 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
 
@@ -257,9 +260,10 @@ def thin(items: Sequence[Item]) -> list[Item]:
 
 
 def shorten(name: str, length: int = 24) -> str:
-    """Return a name cut to a length.
+    """Return a name cut to a length in its middle, as names often differ at their ends.
 
-    >>> shorten("a" * 30)
-    'aaaaaaaaaaaaaaaaaaaaaaa…'
+    >>> shorten("department-of-cardiology-7", 12)
+    'depart…ogy-7'
     """
-    return name if len(name) <= length else name[: length - 1] + "…"
+    half = (length - 1) // 2
+    return name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}"

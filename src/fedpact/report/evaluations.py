@@ -199,8 +199,8 @@ def _row(figure: dict[str, Any]) -> dict[str, str]:
 JOINING_NOTE = (
     "Accuracy on each site's own held-out records. Alone: a model trained on the site's own "
     "records, without noise and never released. Tuned: the federated model fine-tuned on the "
-    "site's own records, without noise and never released. The difference compares the model "
-    "that the site would use (tuned if that is the advice, else federated) with its model alone. "
+    "site's own records, without noise and never released. As used: the tuned model if that is the "
+    "advice, else the federated one. "
     f"If a column names the person of each record, each person counts once; {METHOD}"
 )
 
@@ -219,7 +219,7 @@ class JoiningRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As printed: alone, federated, tuned, advice, difference, verdict."""
+        """As printed: alone, federated, tuned, advice, as used minus alone, verdict."""
         advice = "tune" if self.tuned_in == self.runs else "do not"
         if 0 < self.tuned_in < self.runs:
             advice = f"tune in {self.tuned_in} of {self.runs}"
@@ -235,7 +235,7 @@ class JoiningRow:
 
 def joining_table(rows: Sequence[JoiningRow]) -> TextTable:
     """Return the value of joining, with a row for each site."""
-    headings = ("alone", "federated", "tuned", "advice", "difference", "joining")
+    headings = ("alone", "federated", "tuned", "advice", "as used minus alone", "joining")
     return TextTable(headings, [(row.site, *row.cells) for row in rows], first="site")
 
 

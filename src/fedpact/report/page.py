@@ -26,6 +26,7 @@ from fedpact.common.format import (
 from fedpact.common.messages import REASONS
 from fedpact.common.notebook import CardFigure, TextTable
 from fedpact.common.user_code import get_handed_in
+from fedpact.evaluation.intervals import wilson_interval
 from fedpact.evaluation.metrics import METRICS, find_display, ranking
 from fedpact.privacy.accounting.accountant import ACCOUNTANTS
 from fedpact.report import charts, evaluations
@@ -199,10 +200,15 @@ def _learning_cards(run: RunSummary) -> list[CardFigure]:
     cards, pooled = list[CardFigure](), run.pooled
     if run.evaluated:
         first, last = run.evaluated[0], run.evaluated[-1]
-        note = f"the global model after round {last.round}; mean loss {number(last.loss)}"
+        note = f"the global model after round {last.round}"
+        note += f"; mean loss {number(last.loss)}" if run.counted else ""
         if pooled:
             note += ", on the sites' own held-out records: "
             note += "each site has its own head" if run.head else "there is no public test set"
+        if records := run.summary.get("judged_records"):
+            low, high = wilson_interval(last.accuracy, records)
+            note += f"; 95 % interval {percent(low)} to {percent(high)} by "
+            note += counted(records, "test record")
         if against := against_majority_class(last.accuracy, run.summary.get("commonest")):
             note += f"; {against}"
         worse = first.round == 0 and not last.loss <= first.loss
@@ -343,7 +349,7 @@ def _site_table(run: RunSummary) -> TextTable:
         del bounds["ε alone"]
     terms = {"N": "size", "q": "rate", "C": "clip", "σ": "sigma", "T": "steps"}
     headings = [*bounds, *terms] if run.private else []
-    headings += ["rounds"] * run.drawn + ["accuracy", "loss", "held out"]
+    headings += ["rounds"] * run.drawn + ["accuracy"] * run.counted + ["loss", "held out"]
     scored, rows = ranking(run.scores), list[tuple[str, ...]]()
     for name in [*scored, *(name for name in run.sites if name not in run.scores)]:
         score, privacy, row = run.scores.get(name), run.site_privacy.get(name), [name]
@@ -356,7 +362,8 @@ def _site_table(run: RunSummary) -> TextTable:
         if run.drawn:
             asked = sum(record.was_asked(name) for record in run.records)
             row.append(f"{sum(record.took_part(name) for record in run.records)} of {asked}")
-        row.append(percent(score.accuracy) if score and run.counted else "–")
+        if run.counted:
+            row.append(percent(score.accuracy) if score else "–")
         row += [number(score.loss), number(score.records)] if score else ["–", "–"]
         rows.append(tuple(row))
     return TextTable(tuple(headings), rows, "site")

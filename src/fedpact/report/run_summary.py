@@ -126,7 +126,9 @@ class RunSummary:
     def title(self) -> str:
         """The run's own name, or its algorithm and data."""
         named = self.plan.get("about", {}).get("name")
-        return named or f"{self.plan.get('algorithm')} on {self.plan.get('data', 'own data')}"
+        # Data from Python is named with its digest, which the configuration shows.
+        data = str(self.plan.get("data", "own data")).partition("@")[0]
+        return named or f"{self.plan.get('algorithm')} on {data}"
 
     @property
     def ended(self) -> str:

@@ -402,8 +402,13 @@ def _finish(
     given = RecordedForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
     given.by(scene.plan.stage()).write(folder)
     module = scene.workshop.module()
-    judged = commonest(select_judged_labels(scene), raw.classes)
-    more = {"commonest": judged and asdict(judged), "ledgers": _sum_ledgers(folder, scene)}
+    labels = select_judged_labels(scene)
+    judged = commonest(labels, raw.classes)
+    more: dict[str, Any] = {"ledgers": _sum_ledgers(folder, scene)}
+    more["commonest"] = judged and asdict(judged)
+    # Pixels of an image, labels of a record and records of a person are not independent.
+    apart = judged and labels.ndim == 1 and scene.plan.person is None
+    more["judged_records"] = len(labels) if apart else None
     more["left_out"] = raw.sieve.document() if raw.sieve else None
     ended = scene.form, at, records, status, more
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)

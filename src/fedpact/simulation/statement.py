@@ -275,7 +275,8 @@ def per_person(
     return (
         "ε is per record. For a person with several records at a site it is larger: at most "
         f"{upper(most)} for a patient with five visits{', by training' if of_held else ''}. For "
-        "all of a person's records together, at the same δ and the largest of any site: "
+        "all of a person's records together, at the same δ and the largest of any site at the "
+        "plan's sizes (each ledger counts its own site): "
         f"{told('epsilon_per_person')}.{beside} For a person at two sites, the two ε add up."
         + (f" {describe_person_cost(of_held)}" if of_held else "")
     )

@@ -19,7 +19,13 @@ from fedpact.models.build import build
 from fedpact.models.zoo import LogisticSettings
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import ADJACENCY
-from fedpact.privacy.accounting.planner import FullBatch, full_batch, signal_to_noise
+from fedpact.privacy.accounting.planner import (
+    NOISE,
+    TABLE_NOISE,
+    FullBatch,
+    full_batch,
+    signal_to_noise,
+)
 from fedpact.privacy.column_scales import advise_of_loud, mean_noise
 from fedpact.privacy.settings import Privacy
 from fedpact.simulation.setup import describe_undeclared_classes, is_table, load_data
@@ -231,6 +237,7 @@ class _Public:
             weights=weights,
             clip=self.noise.clip,
             length=self.length,
+            noise=NOISE if self.features or self.words else TABLE_NOISE,
         )
 
     def configuration(self, chosen: FullBatch) -> dict[str, Any]:

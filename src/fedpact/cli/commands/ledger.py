@@ -248,8 +248,9 @@ def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
     most = {k: max(one[k] for one in each) for k in each[0]}
     both = any(run["beside"] for ledger in receipts.values() for run in ledger["runs"].values())
     return (
-        "A person with several records has less protection: in the costliest run, a patient with "
-        f"five visits has at most ε = {upper(most['5'])} ("
+        "A person with several records has less protection: in the costliest run, counted from "
+        "these ledgers alone (`fedpact plan` counts the training, at the largest of all sites), a "
+        f"patient with five visits has at most ε = {upper(most['5'])} ("
         + ", ".join(f"{k} records {upper(e)}" for k, e in most.items())
         + f"){', with evaluations the sum of both, at the sum of both δ' if both else ''}."
     )

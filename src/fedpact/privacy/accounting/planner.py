@@ -78,6 +78,9 @@ def least_noise(
 
 NOISE: Final = 1.0
 """a, where the way is as long as noise allows."""
+TABLE_NOISE: Final = 0.5
+"""a of tables: 1 is as accurate, and has a larger loss, as a long way of clipped gradients makes a
+model surer than it may be."""
 MOST_ROUNDS: Final = 100
 """Beyond, steps are short enough, and messages cost."""
 
@@ -123,6 +126,7 @@ def full_batch(
     weights: int = 1,
     clip: float = 0.2,
     length: float = 1.0,
+    noise: float = NOISE,
 ) -> FullBatch:
     """Return the number of rounds, at most `rounds`, with suitable σ, β and η.
 
@@ -130,11 +134,12 @@ def full_batch(
     with different budgets the root mean square. records: N > 0, of all sites together. shares:
     K / h >= 1, of K sites, h of which protect a sum by their noise; K if each site's own does.
     weights: d >= 1, of the model. clip: C > 0. length: the norm of a record's row, > 0; the noise
-    of an output is NOISE for any norm. Raises InputError for values out of range, and the errors of
-    `sigma`.
+    of an output is the same for any norm. noise: a > 0. Raises InputError for values out of range,
+    and the errors of `sigma`.
     """
     check.positive(clip=clip)
     check.positive(length=length)
+    check.positive(noise=noise)
     check.count(rounds=rounds)
     if not shares >= 1:
         raise InputError(f"shares is {shares}: expected a number >= 1")
@@ -142,7 +147,7 @@ def full_batch(
     useful = useful_rounds(snr)
     chosen = min(rounds, useful)
     # With fewer rounds than useful, a step of the whole path would overshoot.
-    noise = NOISE / length * math.sqrt(chosen / useful)
+    noise = noise / length * math.sqrt(chosen / useful)
     # β changes neither the releases nor their cost.
     momentum = _MOMENTUM if chosen >= _MOMENTUM_FROM else 0.0
     share = (noisy := sigma(chosen)) * clip / records * math.sqrt(shares)
