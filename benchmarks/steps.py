@@ -105,7 +105,9 @@ def kernel_step(problem: Problem, batch: int) -> Work:
 
     def step() -> None:
         total = kernel.clipped_sum(x, y, CLIP)
-        w.add_(total.add_(torch.randn_like(w), alpha=SIGMA * CLIP), alpha=-RATE / batch)
+        # In pieces that stay in the cache: the system clears a new large vector first.
+        for some, of in zip(w.split(2**18), total.split(2**18), strict=True):
+            some.add_(of.add_(torch.randn_like(of), alpha=SIGMA * CLIP), alpha=-RATE / batch)
 
     return step
 
