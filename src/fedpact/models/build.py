@@ -12,7 +12,7 @@ from fedpact.common.errors import ModelError
 from fedpact.common.params import keeping_modes
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
-from fedpact.models.named_inputs import NamedInputs, with_named_inputs
+from fedpact.models.named_inputs import NamedInputs, is_span, with_named_inputs
 from fedpact.models.prepare import find_obstacles, told_together
 from fedpact.models.watched_pass import find_in_pass, with_lines
 
@@ -138,10 +138,18 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
         if others := sorted(types - {"torch.float32"}):
             hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
+        elif isinstance(module, NamedInputs) and module.lacks_decoder(x):
+            start = module.model.config.decoder_start_token_id
+            hint = (
+                "it writes a text of its own, and its decoder reads that, one token behind: say "
+                'what it reads, as data = data.map(lambda row: {"decoder_input_ids": '
+                f'[{start}, *row["labels"][:-1]]}})'
+            )
         elif not x.is_floating_point():
             hint = (
                 "whole numbers mean tokens: choose a model, and adapters, that take nothing else, "
-                "such as one that begins with an embedding, or store measurements as float32"
+                "such as one that begins with an embedding, and one text of a record; or store "
+                "measurements as float32"
             )
         many = f"{count} made-up records"
         if count == 1:
@@ -175,7 +183,17 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             "several": f"there are {classes} labels, so expected (2, {classes})",
         }.get(kind, f"the labels have {classes} classes, so expected (2, {classes})")
         advice = "let the factory size its last layer by `classes`"
-        if isinstance(module, NamedInputs) and module.names:
+        if is_span(outputs):
+            advice = (
+                'learn both ends by task = "tokens", with a label column of lists [start, end], '
+                f"records.length = {x.shape[-1]} and a class for each place, classes = "
+                f"[str(k) for k in range({x.shape[-1]})]"
+            )
+        elif kind == "pixels" and tokens and len(shape) == len(tokens):
+            advice = f"name as many classes, as classes = [str(k) for k in range({shape[1]})]"
+            if shape[2] != tokens[2]:
+                advice = f"give texts of the length that it answers to, records.length = {shape[2]}"
+        elif isinstance(module, NamedInputs) and module.names:
             advice = (
                 f"give its configuration num_labels = {classes}, and take one with a head that "
                 "answers with logits, as AutoModelForSequenceClassification"

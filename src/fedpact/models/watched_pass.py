@@ -8,6 +8,7 @@ of what is found, so these findings are only added to the error of a certain obs
 
 import random
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from traceback import extract_stack
@@ -24,7 +25,7 @@ from fedpact.common.losses import cross_entropy
 from fedpact.common.params import keeping_modes
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.per_sample.tracing.export import own_line
-from fedpact.per_sample.tracing.trace_context import state_kept, while_tracing
+from fedpact.per_sample.tracing.trace_context import asked_by, state_kept, while_tracing
 
 _RECORDS: Final = 12
 _FEW: Final = 4
@@ -75,7 +76,8 @@ def with_lines(error: ModelError, module: nn.Module, record: Tensor) -> ModelErr
     for line in re.findall(r"([^\s(]+, line \d+: .*?)(?:; | and \d+ more|\): )", told):
         # Each line is named once, with its remedy.
         first = first.replace(f" in {line})", ")")
-    also = f"\nLines of a pass to look at, each with what to do:{told}" if seen else ""
+    whose = "; where a line is a library's own, choose another of its models"
+    also = f"\nLines of a pass to look at, each with what to do{whose}:{told}" if seen else ""
     return ModelError(first + also)
 
 
@@ -127,8 +129,10 @@ class _Watch(TorchFunctionMode):
         found = func(*args, **named)
         name = getattr(func, "__name__", "")
         follows = any(id(v) in self._known for v in given)
-        if follows and (name in _TAKEN or name == "__bool__"):
-            self._note(_BRANCH if name == "__bool__" else _NUMBER)
+        if follows and name == "__bool__" and asked_by(sys._getframe(1)) is None:
+            self._note(_BRANCH)
+        elif follows and name in _TAKEN:
+            self._note(_NUMBER)
         for v, version in zip(given, versions, strict=True):
             changed = not v.is_inference() and v._version != version
             if changed and v.untyped_storage().data_ptr() in self._state:
