@@ -42,11 +42,17 @@ def token_columns(
     columns = {**columns, _IDS: cells}
     among = {*among, _IDS}
     found = {name: columns[name] for name in TOKENS if name in columns and name in {*among, _MASK}}
-    for name, number in ((_MASK, 1), (_TYPES, 0)):
-        if name not in found and (name == _MASK or _DECODER in found):
-            lengths = (0 if row is None else len(row) for row in map(_whole, cells))
-            found[name] = [np.full(length, number) for length in lengths]
+    for name in filled_columns(found) - found.keys():
+        lengths = (0 if row is None else len(row) for row in map(_whole, cells))
+        found[name] = [np.full(length, int(name == _MASK)) for length in lengths]
     return {name: found[name] for name in TOKENS if name in found}
+
+
+def filled_columns(features: Collection[str]) -> set[str]:
+    """Return which of a record's columns `token_columns` fills in where a table has none."""
+    if _IDS not in features:
+        return set()
+    return {_MASK, _TYPES} if _DECODER in features else {_MASK}
 
 
 def _holds_lists(cells: Sequence[Any]) -> bool:

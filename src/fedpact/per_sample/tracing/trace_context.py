@@ -26,7 +26,7 @@ from fedpact.per_sample.tracing import packed
 from fedpact.per_sample.tracing.replacements import embedding_bag
 
 _RECURRENT: Final = (nn.LSTM, nn.GRU, nn.RNN)
-_BRANCHES: Final = ("_IF_TRUE", "_IF_FALSE")
+_OF_TRUTH: Final = ("PRECALL", "CALL", "TO_BOOL")
 _ENDS: Final = ("RAISE", "JUMP", "RETURN", "FOR_ITER")
 _LOGGERS: Final = ("torch.fx", "torch._subclasses", "torch._dynamo", "torch._export")
 _logger = logging.getLogger("fedpact")
@@ -220,9 +220,9 @@ def asked_by(frame: FrameType) -> bool | None:
         return None
     steps = list(dis.get_instructions(frame.f_code))
     here = next((i for i, one in enumerate(steps) if one.offset == frame.f_lasti), 0)
-    # Where truth is found by an operation of its own, the branch is the next one.
-    jump = next((i for i in (here, here + 1) if steps[i].opname.endswith(_BRANCHES)), None)
-    if jump is None:
+    # Where truth is found by an operation of its own, such as bool(), the branch is behind it.
+    jump = next(i for i, one in enumerate(steps) if i >= here and one.opname not in _OF_TRUTH)
+    if not steps[jump].opname.endswith(("_IF_TRUE", "_IF_FALSE")):
         return None
     there = next(i for i, one in enumerate(steps) if one.offset == steps[jump].argval)
     raises = [_raises(steps[at:]) for at in (jump + 1, there)]
