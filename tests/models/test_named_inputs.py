@@ -139,6 +139,24 @@ class Writer(Text):
         }
 
 
+def test_places_of_a_prompt_have_no_labels():
+    class Prompted(Text):
+        peft_config = ()
+
+        def get_base_model(self):
+            return self
+
+        def forward(self, input_ids=None, attention_mask=None):
+            words = torch.cat(
+                [self.table.weight[:2].expand(len(input_ids), -1, -1), self.table(input_ids)], 1
+            )
+            return {"logits": self.head(words)}
+
+    model = Prompted(classes=5)
+    found = with_named_inputs(model, IDS[0], "pixels")(IDS)
+    assert torch.equal(found, model(IDS)["logits"][:, 2:].movedim(2, 1))
+
+
 def test_what_a_decoder_reads_is_the_fourth_row():
     model, own = Writer(classes=8), torch.tensor([[7, 1, 2], [7, 3, 3]])
     x = torch.stack([IDS, MASK, 0 * IDS, own], 1)
