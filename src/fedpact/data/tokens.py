@@ -149,8 +149,8 @@ def _record(
         row = _whole(columns[name][place])
         apart = name == _DECODER
         most = 1 if name == _MASK else vocabulary - 1 if apart and vocabulary else np.inf
-        wrong = row is None or not (apart or len(row) == len(ids))
-        if wrong or not ((row >= 0) & (row <= most)).all():
+        fits = row is not None and (apart or len(row) == len(ids))
+        if row is None or not (fits and ((row >= 0) & (row <= most)).all()):
             told = "" if apart else ", one for each token"
             sieve.leave_out(place, name, f"is not a list of whole numbers{told}")
             return None

@@ -6,13 +6,13 @@ are found with a record of NaN, which must not spread to other records. The trac
 of what is found, so these findings are only added to the error of a certain obstacle.
 """
 
+import inspect
 import random
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from traceback import extract_stack
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, Final, cast
 
 import numpy as np
@@ -129,7 +129,7 @@ class _Watch(TorchFunctionMode):
         found = func(*args, **named)
         name = getattr(func, "__name__", "")
         follows = any(id(v) in self._known for v in given)
-        if follows and name == "__bool__" and asked_by(sys._getframe(1)) is None:
+        if follows and name == "__bool__" and asked_by(_caller()) is None:
             self._note(_BRANCH)
         elif follows and name in _TAKEN:
             self._note(_NUMBER)
@@ -172,6 +172,13 @@ class _Watch(TorchFunctionMode):
         if layers or not stack[-1].filename.startswith(str(Path(torch.__path__[0]))):
             line = own_line(stack)
             self.notes += [(what, line)] if line else []
+
+
+def _caller() -> FrameType | None:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 def _tensors(thing: Any) -> Iterator[Tensor]:

@@ -3,7 +3,6 @@
 import dis
 import inspect
 import logging
-import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -202,8 +201,8 @@ def _picked(of: Tensor, index: Any) -> Any:
 
 
 def _true(of: Any) -> Any:
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     found = asked_by(frame)
     if found is None:
@@ -211,12 +210,12 @@ def _true(of: Any) -> Any:
     return found
 
 
-def asked_by(frame: FrameType) -> bool | None:
+def asked_by(frame: FrameType | None) -> bool | None:
     """What a frame's check asks of a value: `assert value`, or `if value: raise ...`; else None.
 
     Training may not end by what is in a record, so checks are left out, as asserts by `python -O`.
     """
-    if frame.f_code.co_filename.startswith(str(Path(torch.__path__[0]))):
+    if frame is None or frame.f_code.co_filename.startswith(str(Path(torch.__path__[0]))):
         return None
     steps = list(dis.get_instructions(frame.f_code))
     here = next((i for i, one in enumerate(steps) if one.offset == frame.f_lasti), 0)
