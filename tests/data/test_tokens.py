@@ -16,6 +16,8 @@ from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 IDS = [[5, 3], [2, 4, 6], [7], [1, 2]]
 MASK = [[1, 1], [1, 1, 0], [1], [1, 1]]
 LABELS = ["a", "b", "a", "b"]
+FOUR = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids")
+TOKENS = LabelForm(kind="pixels")
 TABLE = {"text": ["w"] * 4, "input_ids": IDS, "attention_mask": MASK, "label": LABELS}
 
 
@@ -43,6 +45,48 @@ def test_kinds_of_tokens_are_a_third_row():
     found = from_python(table, PlanRecords(), "label")
     assert found.features == ("input_ids", "attention_mask", "token_type_ids")
     assert found.x[:, 2].tolist() == padded(table["token_type_ids"], 3)
+
+
+OWN = [[0, 3, 4], [0], [0, 5], [0, 1, 2, 3]]
+
+
+def test_what_a_decoder_reads_is_a_row_with_its_own_labels():
+    labels = [[3, 4, 1], [1], [5, 1], [1, 2, 3, 1]]
+    table = {"input_ids": IDS, "decoder_input_ids": OWN, "label": labels}
+    found = from_python(table, PlanRecords(classes=[*"01234567"]), "label", target=TOKENS)
+    assert found.features == FOUR
+    assert found.x[:, 3].tolist() == padded(OWN, 4)
+    assert found.x[:, 1].tolist() == padded([[1] * len(row) for row in IDS], 4)
+    assert int(found.x[:, 2].abs().sum()) == 0
+    assert found.y.tolist() == [(row + [-100] * 4)[:4] for row in labels]
+
+
+@pytest.mark.parametrize("bad", [None, [-1], [9], "text", [0.5]], ids=str)
+def test_an_invalid_decoders_text_leaves_its_record_out(bad):
+    table = {"input_ids": IDS, "decoder_input_ids": [*OWN[:3], bad], "label": LABELS}
+    assert len(from_python(table, PlanRecords(vocabulary=8), "label").y) == 3
+
+
+@pytest.mark.parametrize("with_decoder", [False, True])
+def test_a_sites_table_needs_no_column_that_is_filled_in(tmp_path, with_decoder):
+    pytest.importorskip("pyarrow")
+    path, columns = tmp_path / "t.parquet", {"input_ids": IDS, "label": LABELS}
+    columns |= {"decoder_input_ids": OWN} if with_decoder else {}
+    pd.DataFrame(columns).to_parquet(path)
+    features = FOUR if with_decoder else FOUR[:2]
+    shape = len(features), 4
+    form = RecordForm(features=[*features])
+    own = load_site(path, "label", ("a", "b"), shape, "int64", form, features=features)[0]
+    expected = from_python(columns, PlanRecords(length=4), "label")
+    assert torch.equal(own.x, expected.x)
+    pd.DataFrame({"label": LABELS, "words": IDS}).to_parquet(path)
+    with pytest.raises(DataError, match="Missing: input_ids"):
+        load_site(path, "label", ("a", "b"), shape, "int64", form, features=features)
+
+
+def test_classes_that_no_token_has_are_asked_for_by_a_line():
+    with pytest.raises(DataError, match=r"classes = \[str\(k\) for k in range\(8\)\]"):
+        from_python({"input_ids": IDS, "label": IDS}, PlanRecords(), "label", target=TOKENS)
 
 
 def test_an_empty_list_ahead_leaves_the_others_tokens():
@@ -116,9 +160,6 @@ def test_a_file_of_a_site_is_read_like_a_table(tmp_path):
 def test_arrays_of_tokens_are_taken_as_lists():
     table = {"input_ids": [np.array(row, np.int32) for row in IDS], "label": LABELS}
     assert from_python(table, PlanRecords(), "label").x[:, 0].tolist() == padded(IDS, 3)
-
-
-TOKENS = LabelForm(kind="pixels")
 
 
 def test_each_token_has_a_label_and_padding_none():

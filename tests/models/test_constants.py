@@ -58,6 +58,36 @@ def as_whisper(n, d):
     return torch.cat([angles.sin(), angles.cos()], 1)
 
 
+def in_a_square(side, d, ahead=0):
+    """As MAE has them: a patch's row and column, place by place; zeros for a class ahead."""
+    frequencies = 1.0 / 10000 ** (torch.arange(d // 4) / (d // 4))
+    rows = [torch.zeros(d)] * ahead
+    for i in range(side):
+        for j in range(side):
+            rows.append(
+                torch.cat([f(k * frequencies) for k in (j, i) for f in (torch.sin, torch.cos)])
+            )
+    return torch.stack(rows)
+
+
+def turned(side, d):
+    """As EVA-02 has them: every angle for two numbers, all sines and then all cosines."""
+    frequencies = 1.0 / 10000 ** (torch.arange(d) / d)
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+    angles = (places[:, :, None] * frequencies).flatten(1).repeat_interleave(2, 1)
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def with_padding(n, d, start):
+    return as_whisper(n, d).index_fill(0, torch.tensor(start), 0)
+
+
+def of_a_spread(n, d):
+    """As PatchTST has them."""
+    table = sinusoids(n, d) - sinusoids(n, d).mean()
+    return table / (table.std() * 10)
+
+
 def slowed_as_llama(frequencies):
     """Place by place, as Llama 3.1's report has them."""
     found = []
@@ -129,6 +159,13 @@ CONSTANTS = {
     "a band": torch.ones(12, 12).tril(2).triu(-3),
     "distances of patches": patches(4, 1),
     "distances of every second patch": patches(4, 2),
+    "places in a square": in_a_square(4, 16),
+    "places in a square behind a class": in_a_square(3, 32, ahead=1),
+    "turns in a square": turned(5, 4),
+    "positions with padding": with_padding(20, 16, 1),
+    "positions of a spread": of_a_spread(12, 16),
+    "rows of a triangle": torch.triu_indices(6, 6, 1)[0],
+    "columns of a triangle": torch.tril_indices(5, 5)[1],
     "one-hot": torch.nn.functional.one_hot(torch.tensor(3), N),
     "zeros": torch.zeros(N),
     "ones": torch.ones(N, N),

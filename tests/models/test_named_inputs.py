@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fedpact.common.errors import ModelError
+from fedpact.common.losses import UNLABELLED, pixel_entropy
 from fedpact.models.build import build
 from fedpact.models.named_inputs import NamedInputs, with_named_inputs
 
@@ -15,6 +16,7 @@ TYPES = torch.tensor([[0, 1, 0], [0, 0, 1]])
 
 class Config:
     use_cache, pad_token_id, eos_token_id, vocab_size = True, None, 7, 8
+    decoder_start_token_id = 7
 
 
 class Text(nn.Module):
@@ -99,6 +101,84 @@ def test_scores_of_tokens_have_classes_second():
     model = Tagger(classes=5)
     found = with_named_inputs(model, IDS[0], "pixels")(IDS)
     assert torch.equal(found, model(IDS)["logits"].movedim(2, 1))
+
+
+class Ends(Text):
+    """Says where an answer begins and ends."""
+
+    def forward(self, input_ids=None, attention_mask=None):
+        start, end = self.head(self.table(input_ids)).unbind(2)
+        return {"loss": None, "start_logits": start, "end_logits": end}
+
+
+class Cut(Text):
+    """Answers for the first two tokens alone."""
+
+    def forward(self, input_ids=None, attention_mask=None):
+        return {"logits": self.head(self.table(input_ids[:, :2]))}
+
+
+def test_ends_of_a_span_are_two_labels_with_places_as_classes():
+    model, y = Ends(), torch.tensor([[0, 2], [1, 1]])
+    found = with_named_inputs(model, IDS[0], "pixels")(IDS)
+    assert found.shape == (2, 3, 3)
+    losses = pixel_entropy(found, nn.functional.pad(y, (0, 1), value=UNLABELLED))
+    parts = model(IDS)["start_logits"], model(IDS)["end_logits"]
+    each = [nn.functional.cross_entropy(p, y[:, k], reduction="none") for k, p in enumerate(parts)]
+    assert torch.allclose(losses, (each[0] + each[1]) / 2)
+
+
+class Writer(Text):
+    """Its decoder reads a text of its own."""
+
+    def forward(self, input_ids=None, attention_mask=None, decoder_input_ids=None):
+        if decoder_input_ids is None:
+            raise ValueError("no text to write")
+        return {
+            "logits": self.head(self.table(input_ids).mean(1, True) + self.table(decoder_input_ids))
+        }
+
+
+def test_places_of_a_prompt_have_no_labels():
+    class Prompted(Text):
+        peft_config = ()
+
+        def get_base_model(self):
+            return self
+
+        def forward(self, input_ids=None, attention_mask=None):
+            words = torch.cat(
+                [self.table.weight[:2].expand(len(input_ids), -1, -1), self.table(input_ids)], 1
+            )
+            return {"logits": self.head(words)}
+
+    model = Prompted(classes=5)
+    found = with_named_inputs(model, IDS[0], "pixels")(IDS)
+    assert torch.equal(found, model(IDS)["logits"][:, 2:].movedim(2, 1))
+
+
+def test_what_a_decoder_reads_is_the_fourth_row():
+    model, own = Writer(classes=8), torch.tensor([[7, 1, 2], [7, 3, 3]])
+    x = torch.stack([IDS, MASK, 0 * IDS, own], 1)
+    found = with_named_inputs(model, x[0], "pixels")(x)
+    ids = IDS.masked_fill(MASK == 0, 7)
+    assert torch.equal(found, model(ids, MASK, own)["logits"].movedim(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "classes", "kind", "remedy"),
+    [
+        (Writer(8), 8, "pixels", r'decoder_input_ids": \[7, \*row\["labels"\]\[:-1\]\]'),
+        (Ends(), 2, "class", r"classes = \[str\(k\) for k in range\(3\)\]"),
+        (Ends(), 2, "pixels", r"classes = \[str\(k\) for k in range\(3\)\]"),
+        (Cut(), 5, "pixels", r"records\.length = 2"),
+    ],
+    ids=["decoder", "span", "span of tokens", "length"],
+)
+def test_outputs_of_another_task_get_a_line_to_write(monkeypatch, model, classes, kind, remedy):
+    monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_: lambda: model)
+    with pytest.raises(ModelError, match=remedy):
+        build("own:net", torch.stack([IDS, MASK], 1)[0], classes, 0, None, kind)
 
 
 def test_other_models_stay_as_they_are():

@@ -109,7 +109,7 @@ class Adjacent(nn.Linear):
         (nn.Embedding(3, 2, max_norm=1.0), "max_norm"),
         (nn.utils.spectral_norm(nn.Linear(3, 3)), "remove_spectral_norm"),
         (parametrizations.spectral_norm(nn.Linear(3, 3)), "remove_parametrizations"),
-        (Skipping(3, 3), "layerdrop = 0"),
+        (Skipping(3, 3), "layerdrop = 0.0"),
         (Encoder(layerdrop=0.1), "layerdrop = 0.0"),
         (Encoder(mask_time_prob=0.05), "apply_spec_augment = False"),
         (LycorisLayer(3, 3), "LoraConfig"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fedpact
+from fedpact.common.losses import UNLABELLED, pixel_entropy
 from fedpact.models.constants import is_constant
 from fedpact.models.named_inputs import with_named_inputs
 
@@ -108,9 +109,18 @@ def test_a_classifier_that_reads_an_end_answers_as_its_own(kind):
 
 IDS = TABLE["input_ids"]
 PICKED = [[t if k % 3 == 0 else -100 for k, t in enumerate(row)] for row in IDS]
+ENDS = [[1, 2 + j % 2] for j in range(48)]
 OF_TOKENS = {
     "next": ("CausalLM", "gpt2", 50, IDS, {"label": "input_ids", "records": {"vocabulary": 50}}),
     "masked": ("MaskedLM", "bert", 50, PICKED, {"classes": [str(k) for k in range(50)]}),
+    "written": ("Seq2SeqLM", "t5", 50, IDS, {"classes": [str(k) for k in range(50)]}),
+    "answers": (
+        "QuestionAnswering",
+        "bert",
+        10,
+        ENDS,
+        {"classes": [str(k) for k in range(10)], "records": {"length": 10}},
+    ),
     "tags": ("TokenClassification", "distilbert", 2, [[int(t) % 2 for t in r] for r in IDS], {}),
 }
 
@@ -120,9 +130,36 @@ def test_every_token_of_a_text_is_learned(trained, task):
     head, kind, classes, labels, settings = OF_TOKENS[task]
     make = getattr(hf, f"AutoModelFor{head}").from_config
     table = {"input_ids": IDS, "tags": labels}
+    if task == "written":
+        table["decoder_input_ids"] = [[0, *row[:-1]] for row in labels]
     given = {"label": "tags", "task": "tokens", **settings}
     result = trained(lambda: make(TEXT[kind]()), table, **given)
-    assert result.predict({"input_ids": IDS[:2]}).probabilities.shape[:2] == (2, classes)
+    few = {name: column[:2] for name, column in table.items() if name != "tags"}
+    assert result.predict(few).probabilities.shape[:2] == (2, classes)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "bert"])
+def test_the_loss_of_a_record_is_the_librarys_own(kind):
+    """Of a text that is written, and of an answer's two ends; without padding, record by record."""
+    span = kind == "bert"
+    head = "QuestionAnswering" if span else "Seq2SeqLM"
+    model = getattr(hf, f"AutoModelFor{head}").from_config(TEXT[kind]()).eval()
+    ids, labels = torch.randint(5, 50, (4, 9)), torch.randint(3, 50, (4, 9))
+    ones, ends = torch.ones_like(ids), torch.tensor([[1, 3], [0, 0], [2, 8], [5, 6]])
+    rows = [ids, ones]
+    if not span:
+        labels[:, 6:] = UNLABELLED
+        model.config.decoder_start_token_id = 0  # which a configuration of T5 may leave out
+        own = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        rows += [0 * ids, own]
+    x = torch.stack(rows, 1)
+    y = torch.nn.functional.pad(ends, (0, 7), value=UNLABELLED) if span else labels
+    found = pixel_entropy(with_named_inputs(model, x[0], "pixels")(x), y)
+    for j in range(4):
+        one = {"input_ids": ids[j : j + 1], "attention_mask": ones[j : j + 1]}
+        places = {"start_positions": ends[j, :1], "end_positions": ends[j, 1:]}
+        own = model(**one, **(places if span else {"labels": labels[j : j + 1]})).loss
+        assert torch.allclose(found[j], own, atol=1e-5)
 
 
 LONGER = {"factor": 32.0, "original_max_position_embeddings": 8192}
@@ -143,6 +180,12 @@ def test_frequencies_of_the_library_are_constants(kind, base):
         assert is_constant(model.rotary_emb.inv_freq)
 
 
+OF_XGLM = {
+    "vocab_size": 50, "d_model": 32, "num_layers": 1, "attention_heads": 2, "ffn_dim": 64,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
 def test_buffers_of_other_kinds_are_constants():
     audio = hf.WhisperConfig(
         vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
@@ -152,10 +195,30 @@ def test_buffers_of_other_kinds_are_constants():
     assert is_constant(encoder.embed_positions.weight)
     mamba = hf.MambaModel(hf.MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1))
     assert is_constant(mamba.layers[0].mixer.A_log)
+    places = hf.XGLMModel(hf.XGLMConfig(**OF_XGLM)).embed_positions.weights
+    assert is_constant(places)
+    masked = hf.ViTMAEModel(hf.ViTMAEConfig(**{**IMAGES, "decoder_hidden_size": 32}))
+    assert is_constant(masked.embeddings.position_embeddings)
+    series = hf.PatchTSTModel(hf.PatchTSTConfig(context_length=32, patch_length=8, d_model=16))
+    assert is_constant(series.encoder.positional_encoder.position_enc)
     levit = hf.LevitModel(hf.LevitConfig(image_size=64, depths=[1, 1, 1]))
     places = [held for name, held in levit.named_buffers() if name.endswith("bias_idxs")]
     assert places
     assert all(is_constant(held) for held in places)
+
+
+@pytest.mark.parametrize("kind", ["XGLM", "XLM"])
+def test_models_that_check_their_values_are_traced(trained, kind):
+    configs = {
+        "XGLM": lambda: hf.XGLMConfig(**OF_XGLM),
+        "XLM": lambda: hf.XLMConfig(vocab_size=50, emb_dim=32, n_layers=1, n_heads=2),
+    }
+    head = "CausalLM" if kind == "XGLM" else "SequenceClassification"
+    given = {"label": "input_ids", "task": "tokens", "records": {"vocabulary": 50}}
+    given = given if kind == "XGLM" else {"label": "label"}
+    table = {name: TABLE[name] for name in {"input_ids", given["label"]}}
+    make = getattr(hf, f"AutoModelFor{head}").from_config
+    trained(lambda: make(configs[kind]()), table, **given)
 
 
 def test_a_series_runs_and_a_recording_says_what_to_set(trained):

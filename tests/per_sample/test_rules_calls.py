@@ -152,13 +152,6 @@ def test_a_card_never_takes_torchs_own_routine():
     assert "torch" not in {layout_of(groups, w, t, cpu=False) for w, t, groups in pairs}
 
 
-@pytest.mark.parametrize("padding", ["same", "valid"])
-def test_convolutions_that_are_padded_by_name(padding):
-    for kernel in (2, 3):
-        x, weight = randn(B, 3, 8), randn(4, 3, kernel)
-        both(aten.conv1d.padding, [x, weight, None, [1], padding, [2]], [1], {0: 0})
-
-
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("case", SETTINGS)
 @pytest.mark.parametrize("more", [0, 1])

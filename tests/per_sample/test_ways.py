@@ -219,6 +219,18 @@ def test_bags_of_indices_are_traced(reference, mode, padding, weighted):
     reference.check_structure(model, x, rows="loop")
 
 
+class Extremes(nn.Module):
+    """The larger and the smaller of two numbers, in both ways to write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.least = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        h = torch.max(self.first(x), self.least)
+        return torch.min(h, torch.maximum(x[..., 1:], -self.least))
+
+
 LAYERS = {
     "conv3d": (lambda: nn.Conv3d(2, 2, 2), (2, 3, 3, 3)),
     "transposed convolution": (lambda: nn.ConvTranspose2d(2, 2, 2), (2, 3, 3)),
@@ -247,6 +259,16 @@ LAYERS = {
     "added products": (lambda: Added(2), (2, 4)),
     "points of their own": (lambda: Sampled(), (1, 4, 4)),
     "waves": (lambda: Waves(), (3, 6)),
+    "the larger and the smaller": (lambda: Extremes(), (2, 4)),
+    "padded by name": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, (3, 2), padding="same", dilation=(1, 2)),
+            nn.Conv2d(4, 2, 2, padding="valid"),
+        ), (2, 5, 5),
+    ),
+    "padded by name in three dimensions": (
+        lambda: nn.Conv3d(2, 2, (1, 3, 3), padding="same"), (2, 3, 3, 3),
+    ),
     "a prompt": (lambda: Prompted(), (3, 4)),
     "rms norm": (lambda: nn.RMSNorm(3), (2, 3)),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (2, 4)),
@@ -410,6 +432,79 @@ def test_a_convolution_without_a_batch_is_refused():
     x, y = torch.randn(3, 6), torch.arange(3)
     with pytest.raises(ModelError, match="a convolution of one record, without a batch"):
         PerSampleKernel(model, cross_entropy).way(x, y)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_convolutions_padded_by_name_are_traced_on_one_thread(dims):
+    """There torch chooses an algorithm by the number of records."""
+    layer = (nn.Conv1d, nn.Conv2d)[dims - 1](5, 4, 1, padding="valid")
+    model = FlatModel(nn.Sequential(layer, nn.Flatten(), nn.Linear(4 * 3**dims, 3)))
+    x, y = torch.randn(4, 5, *[3] * dims), torch.arange(4) % 3
+    assert PerSampleKernel(model, cross_entropy).way(x, y) == "graph"
+
+
+_ASSERTED = """
+def asserted(h):
+    assert h.abs().max() < 9
+    assert h.max().item() < 9 and not h.isnan().any(), "too large"
+    return h
+"""
+
+
+def _asserted(h):
+    """As Python compiles it: pytest writes the asserts of this file anew."""
+    exec(_ASSERTED, scope := {})
+    return scope["asserted"](h)
+
+
+def _raising(h):
+    for _ in range(2):
+        if not bool((h.abs() < 9).all()):
+            raise ValueError(f"{h}")
+        if h.shape != (h.shape[0], 6):
+            raise ValueError(f"{h.shape}")
+    return h
+
+
+def _returning(h):
+    if (h < 9).all():
+        return h
+    raise ValueError("too large")
+
+
+def _branching(h):
+    if (h < 9).all():
+        h = 2 * h
+    return h
+
+
+class Checked(nn.Module):
+    """Looks at its values."""
+
+    def __init__(self, check):
+        super().__init__()
+        self.first, self.head, self.check = nn.Linear(6, 6), nn.Linear(6, 3), check
+
+    def forward(self, x):
+        return self.head(self.check(torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("check", [_asserted, _raising, _returning])
+def test_checks_of_values_are_left_out_of_a_trace(reference, check):
+    x, y = reference.data(4, 6), torch.arange(4) % 3
+    model = Checked(check)
+    reference.check_structure(model, x, rows="loop")
+    # Also where another record would end a pass of the model's code.
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    others = kernel.clipped_sum(x[[0, 2, 3]], y[[0, 2, 3]], 0.5)
+    x[1] = torch.nan
+    torch.testing.assert_close(kernel.clipped_sum(x, y, 0.5), others)
+
+
+def test_a_branch_on_values_is_no_check():
+    x, y = torch.randn(4, 6), torch.arange(4) % 3
+    with pytest.raises(ModelError, match="a branch on a value"):
+        PerSampleKernel(FlatModel(Checked(_branching)), cross_entropy).way(x, y)
 
 
 class Choosing(nn.Module):

@@ -63,7 +63,7 @@ def _attention(g: Draw) -> tuple[object, ...]:
     return made(2, 4), made(3, 4), made(3, 4), mask, 0.0
 
 
-def _convolution(n: int, transposed: bool, padding: str = "") -> Use:
+def _convolution(n: int, transposed: bool) -> Use:
     def draw(g: Draw) -> tuple[object, ...]:
         k, groups = g.rng.choice([1, 2]), g.rng.choice([1, 2])
         x = g.front(2, *[4] * n)
@@ -71,7 +71,7 @@ def _convolution(n: int, transposed: bool, padding: str = "") -> Use:
         bias, ones = g.constant(4) if g.likely() else None, [1] * n
         if transposed:
             return x, w, bias, ones, [0] * n, [0] * n, groups, ones
-        return x, w, bias, ones, padding or ones, ones, groups
+        return x, w, bias, ones, ones, ones, groups
 
     return draw
 
@@ -148,7 +148,6 @@ add(
 add("scaled_dot_product_attention", _attention)
 for _n in (1, 2, 3):
     add(f"conv{_n}d", _convolution(_n, transposed=False))
-    add(f"conv{_n}d.padding", _convolution(_n, transposed=False, padding="same"))
     add(f"conv_transpose{_n}d{'.input' if _n > 1 else ''}", _convolution(_n, transposed=True))
     add(f"max_pool{_n}d max_pool{_n}d_with_indices avg_pool{_n}d", _pooled(_n, [2] * _n))
     add(f"adaptive_avg_pool{_n}d adaptive_max_pool{_n}d", _pooled(_n, [2] * _n))

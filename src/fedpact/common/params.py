@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fedpact.common.errors import InputError, ModelError
 
-TOKENS: Final = ("input_ids", "attention_mask", "token_type_ids")
+TOKENS: Final = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids")
 """The rows of a tokenised record, in order, by their names in Hugging Face models."""
 
 from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]

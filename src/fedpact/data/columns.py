@@ -149,10 +149,12 @@ def declared_columns(
     columns: Mapping[str, Cells],
     wanted: Sequence[str],
     sources: Mapping[str, FileColumn],
+    optional: Collection[str] = (),
 ) -> dict[str, Cells]:
     """Return the wanted columns of a file by their declared names, converted; no others.
 
     sources: of which column of the file each is made; left out, of the one of its own name.
+    optional: those of `wanted` that a file need not have.
     Raises DataError: one is not there, or a source is of nothing that is wanted.
     """
     if odd := [name for name in sources if name not in wanted]:
@@ -167,6 +169,7 @@ def declared_columns(
                 f"{name}: expected one of its columns, {list_some(columns)}"
                 f"{nearest(source.column, columns)}"
             )
+    wanted = [n for n in wanted if n in sources or n in columns or n not in optional]
     taken = {source.column for source in sources.values()}
     free = [name for name in columns if name not in taken or name in wanted]
     difference = ColumnDifference.of([name for name in wanted if name not in sources], free)

@@ -37,7 +37,7 @@ from fedpact.data.tables import (
     read_numbers,
     warn_of_channels,
 )
-from fedpact.data.tokens import is_next_token, is_tokens
+from fedpact.data.tokens import filled_columns, is_next_token, is_tokens
 
 NAMES = (
     *("digits", "mnist", "fashion_mnist", "cifar10"),
@@ -277,7 +277,8 @@ def load_site(
         _check_site_arrays(path, label, classes, form, features, sources)
     elif features and label is not None:
         wanted = [*features, label, *([] if person is None else [person])]
-        convert = partial(declared_columns, wanted=wanted, sources=sources)
+        optional = filled_columns(features)
+        convert = partial(declared_columns, wanted=wanted, sources=sources, optional=optional)
     if values == "int64" and len(shape) == 2:
         # Tokens, of one length, however long the longest of them is.
         form = form.model_copy(update={"length": shape[-1]})

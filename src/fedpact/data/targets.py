@@ -24,7 +24,7 @@ import numpy as np
 from fedpact.common.errors import DataError
 from fedpact.common.losses import UNLABELLED
 from fedpact.data import cells
-from fedpact.data.cells import Cells, NumberCells, is_blank, text_of
+from fedpact.data.cells import Cells, NumberCells, is_blank, list_some, text_of
 from fedpact.data.dataset import BEYOND_LABELS, NO_NUMBER, RecordFilter
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.tables import Table
@@ -78,6 +78,13 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
             f"{records} records; number the classes 0, 1, 2, ... or store labels as names"
         )
     never = [k for k in range(largest) if k not in {*found.tolist()}]
+    if never and is_tokens(tables[0].features):
+        raise DataError(
+            f"data set {name}: its tokens' labels are numbers up to {largest}, and "
+            f"{list_some(map(str, never))} never occur: expected all classes of the model by name, "
+            f"as classes = [str(k) for k in range({largest + 1})], or of a language model as many "
+            "as its vocabulary has; -100 is where a token has no label"
+        )
     if never:
         _tell_never(name, never, largest, pixels=kind == "pixels")
     return tuple(map(str, range(max(largest, 0) + 1)))

@@ -1,7 +1,8 @@
 """Tokenised text: columns of lists become records [rows, T] with their mask.
 
 The rows are input_ids, attention_mask and, if there is such a column, token_type_ids, as tokenizers
-write them. Records are padded to length T with 0, also in their mask, or cut at T.
+write them. A column decoder_input_ids, of what the decoder of a translator reads, is the fourth.
+Records are padded to length T with 0, also in their mask, or cut at T.
 """
 
 import logging
@@ -15,7 +16,7 @@ from fedpact.common.losses import UNLABELLED
 from fedpact.common.params import TOKENS
 from fedpact.data.dataset import RecordFilter
 
-_IDS, _MASK, _ = TOKENS
+_IDS, _MASK, _TYPES, _DECODER = TOKENS
 _logger = logging.getLogger("fedpact")
 _LONGEST: Final = 2**20
 
@@ -41,10 +42,17 @@ def token_columns(
     columns = {**columns, _IDS: cells}
     among = {*among, _IDS}
     found = {name: columns[name] for name in TOKENS if name in columns and name in {*among, _MASK}}
-    if _MASK not in found:
-        lists = map(_whole, cells)
-        found[_MASK] = [np.ones(0 if row is None else len(row), np.int64) for row in lists]
+    for name in filled_columns(found) - found.keys():
+        lengths = (0 if row is None else len(row) for row in map(_whole, cells))
+        found[name] = [np.full(length, int(name == _MASK)) for length in lengths]
     return {name: found[name] for name in TOKENS if name in found}
+
+
+def filled_columns(features: Collection[str]) -> set[str]:
+    """Return which of a record's columns `token_columns` fills in where a table has none."""
+    if _IDS not in features:
+        return set()
+    return {_MASK, _TYPES} if _DECODER in features else {_MASK}
 
 
 def _holds_lists(cells: Sequence[Any]) -> bool:
@@ -103,7 +111,8 @@ def read_token_labels(
     """Return a label for each token, int64 [n, T]; UNLABELLED for none.
 
     cells: for each record a list of a whole number for each token. x: records [n, rows, T]; padding
-    has no label. label: the column; if it is the tokens', labels are the next tokens.
+    has no label. Of a decoder's tokens no mask is known, so that their lists name all labels.
+    label: the column; if it is the tokens', labels are the next tokens.
     """
     y = np.full((len(x), x.shape[-1]), UNLABELLED, np.int64)
     for place, cell in enumerate(cells):
@@ -112,7 +121,8 @@ def read_token_labels(
             sieve.leave_out(place, label, "is not a list of whole numbers, one for each token")
             continue
         y[place, : len(row)] = row[: y.shape[1]]
-    y[x[:, 1] == 0] = UNLABELLED
+    if x.shape[1] < len(TOKENS):
+        y[x[:, 1] == 0] = UNLABELLED
     if is_next_token(label):
         y[:, :-1] = y[:, 1:]
         y[:, -1:] = UNLABELLED
@@ -137,12 +147,16 @@ def _record(
     found = [ids]
     for name in rows[1:]:
         row = _whole(columns[name][place])
-        most = 1 if name == _MASK else np.inf
-        if row is None or len(row) != len(ids) or not ((row >= 0) & (row <= most)).all():
-            sieve.leave_out(place, name, "is not a list of whole numbers, one for each token")
+        apart = name == _DECODER
+        most = 1 if name == _MASK else vocabulary - 1 if apart and vocabulary else np.inf
+        fits = row is not None and (apart or len(row) == len(ids))
+        if row is None or not (fits and ((row >= 0) & (row <= most)).all()):
+            told = "" if apart else ", one for each token"
+            sieve.leave_out(place, name, f"is not a list of whole numbers{told}")
             return None
         found.append(row)
-    return np.stack(found)
+    size = max(map(len, found))
+    return np.stack([np.pad(row, (0, size - len(row))) for row in found])
 
 
 def _whole(cell: Any) -> np.ndarray | None:

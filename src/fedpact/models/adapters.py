@@ -83,7 +83,8 @@ def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
         raise ModelError(
             f"adapters without a gradient of any record: {_some(idle)}. The layers they were added "
             "to do not contribute to the output, or another adapter is active: name target_modules "
-            "that the model uses, and activate one adapter (model.set_adapter)"
+            "that the model uses, activate one adapter (model.set_adapter), or choose another "
+            "kind than prompts, such as LoraConfig"
         )
     moved = [name for name, p, version in base if p._version != version]
     if moved:

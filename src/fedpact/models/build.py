@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from fedpact.common.errors import ModelError
 from fedpact.common.params import keeping_modes
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
-from fedpact.models.named_inputs import NamedInputs, with_named_inputs
+from fedpact.models.named_inputs import NamedInputs, is_span, with_named_inputs
 from fedpact.models.prepare import find_obstacles, told_together
 from fedpact.models.watched_pass import find_in_pass, with_lines
 
@@ -104,6 +104,37 @@ def _form(outputs: Any) -> tuple[int, ...] | str:
     return f"{type(outputs).__name__}{names}"
 
 
+def _advice(module: nn.Module, outputs: Any, length: int, classes: int, kind: str) -> str:
+    """Return what to do about outputs that do not fit. length: of a text."""
+    if is_span(outputs):
+        return (
+            'learn both ends by task = "tokens", with a label column of lists [start, end], '
+            f"records.length = {length} and a class for each place, classes = "
+            f"[str(k) for k in range({length})]"
+        )
+    if not isinstance(module, NamedInputs):
+        if not isinstance(outputs, Tensor):
+            return "return the logits alone, or as 'logits' of a dict"
+        return "let the factory size its last layer by `classes`"
+    by_token = "input_ids" in module.names and kind == "pixels"
+    if by_token and isinstance(outputs, Tensor) and outputs.dim() == 3:
+        _, own, places = outputs.shape
+        if places != length:
+            return f"give texts of the length that it answers to, records.length = {places}"
+        return f"name as many classes, as classes = [str(k) for k in range({own})]"
+    if module.names:
+        return (
+            f"give its configuration num_labels = {classes}, and take one with a head that "
+            "answers with logits, as AutoModelForSequenceClassification"
+        )
+    if not isinstance(outputs, Tensor):
+        return "return the logits alone, or as 'logits' of a dict"
+    return (
+        "let the factory size its last layer by `classes`; of what it returns the first tensor is "
+        "taken, so return the logits first"
+    )
+
+
 def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
     """Return the form of a training pass's answer, None if it fails."""
     held = {name: v.detach().clone() for name, v in module.named_buffers()}
@@ -138,10 +169,18 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
         if others := sorted(types - {"torch.float32"}):
             hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
+        elif isinstance(module, NamedInputs) and module.lacks_decoder(x):
+            start = cast(Any, module.model).config.decoder_start_token_id
+            hint = (
+                "it writes a text of its own, and its decoder reads that, one token behind: say "
+                'what it reads, as data = data.map(lambda row: {"decoder_input_ids": '
+                f'[{start}, *row["labels"][:-1]]}})'
+            )
         elif not x.is_floating_point():
             hint = (
                 "whole numbers mean tokens: choose a model, and adapters, that take nothing else, "
-                "such as one that begins with an embedding, or store measurements as float32"
+                "such as one that begins with an embedding, and one text of a record; or store "
+                "measurements as float32"
             )
         many = f"{count} made-up records"
         if count == 1:
@@ -174,16 +213,7 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             "width)",
             "several": f"there are {classes} labels, so expected (2, {classes})",
         }.get(kind, f"the labels have {classes} classes, so expected (2, {classes})")
-        advice = "let the factory size its last layer by `classes`"
-        if isinstance(module, NamedInputs) and module.names:
-            advice = (
-                f"give its configuration num_labels = {classes}, and take one with a head that "
-                "answers with logits, as AutoModelForSequenceClassification"
-            )
-        elif not isinstance(outputs, Tensor):
-            advice = "return the logits alone, or as 'logits' of a dict"
-        elif isinstance(module, NamedInputs):
-            advice += "; of what it returns the first tensor is taken, so return the logits first"
+        advice = _advice(module, outputs, x.shape[-1], classes, kind)
         raise ModelError(f"model {name!r} answers a batch of 2 with {shape}: {many}; {advice}")
     if trained not in (None, shape):
         raise ModelError(

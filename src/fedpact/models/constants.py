@@ -49,9 +49,10 @@ def is_constant(tensor: Tensor) -> bool:
     They are: an arange from 0, 1 or 2, up or down; a triangle, a band or the identity, of truth
     values, of 0 and 1, or of 0 and what hides; differences of places, from 0 or from their least;
     a one-hot row; frequencies of positions to a published base, also slowed for longer texts, and
-    sines and cosines of them; windows' relative places, also on Swin v2's log scale; windows of a
-    Fourier transform; published means of colours; of eight numbers or more a range between two
-    round numbers, its square, exponential and logarithm; up to four of these.
+    sines and cosines of them, also of places in a square; windows' relative places, also on Swin
+    v2's log scale; rows and columns of a triangle's entries; windows of a Fourier transform;
+    published means of colours; of eight numbers or more a range between two round numbers, its
+    square, exponential and logarithm; up to four of these.
 
     >>> is_constant(torch.arange(8)[None]), is_constant(torch.ones(3, 3).tril())
     (True, True)
@@ -68,7 +69,30 @@ def is_constant(tensor: Tensor) -> bool:
     if x.dim() == 0 or _is_known(x):
         return True
     # A row that is one number is 0 or 1: of others, a few rows would hold what one likes.
-    return x.dim() > 1 and len(x) <= _ROWS and all(_is_known(_distinct(row)) for row in x)
+    if x.dim() > 1 and len(x) <= _ROWS and all(_is_known(_distinct(row)) for row in x):
+        return True
+    return all(map(_is_known, parts)) if (parts := _by_side(x)) else False
+
+
+def _by_side(x: Tensor) -> list[Tensor]:
+    """Tables of rows or columns that a table of places in a square [n, m] is made of, if it is.
+
+    In front of the square there may be a row of zeros, for a class's token (He 2022, MAE).
+    """
+    if x.dim() != 2 or x.shape[1] % _ROWS or not x.is_floating_point():
+        return []
+    side = math.isqrt(len(x))
+    if side**2 + 1 == len(x) and not x[0].any():
+        x = x[1:]
+    if side < 2 or side**2 != len(x):
+        return []
+    parts = x.view(side, side, _ROWS, -1).unbind(2)
+    # Both numbers of a pair that is turned have one angle, side by side (Su 2021).
+    found = [
+        _distinct(one.unflatten(2, (-1, 2)) if one.shape[2] % 2 == 0 else one) for one in parts
+    ]
+    found = [one.flatten(1) for one in found]
+    return found if all(one.dim() == 2 and len(one) == side for one in found) else []
 
 
 def _is_known(x: Tensor) -> bool:
@@ -84,10 +108,9 @@ def _is_known(x: Tensor) -> bool:
         return bool(torch.equal(x, _log_windows(*x.shape[:2]).to(x.dtype)))
     if x.dim() != 2:
         return False
-    # At place 0 sines are 0 and cosines 1, which spares making the others.
-    begins = x.is_floating_point() and bool(((x[0] == 0) | (x[0] == 1)).all())
-    n, m = x.shape
-    return _is(x, _tables(x)) or (begins and _is(x, _sines(n, m)))
+    # At place 0 all sines are alike, and all cosines, which spares making the others.
+    begins = x.is_floating_point() and len(x[0].unique()) <= 2
+    return _is(x, _tables(x)) or (begins and _is(x, _changed(x, _sines(*x.shape))))
 
 
 _FLOATS: Final = (torch.float32, torch.float64)
@@ -120,6 +143,10 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
         yield (places + start).flip(0)
     yield places.roll(1)
     yield places.roll(-1)
+    side = (1 + math.isqrt(1 + 8 * n)) // 2
+    for k, ahead in ((side, 1), (side - 1, 0)):
+        if k * (k + 1 - 2 * ahead) == 2 * n:
+            yield from (*torch.triu_indices(k, k, ahead), *torch.tril_indices(k, k, -ahead))
     if (side := math.isqrt(math.isqrt(n))) ** 4 == n:
         yield _windows(side).flatten()
     if x.is_floating_point():
@@ -257,6 +284,18 @@ def _log_windows(n: int, m: int) -> Tensor:
     table /= torch.tensor([max(n // 2, 1), max(m // 2, 1)]).float()
     table *= 8
     return table.sign() * torch.log2(table.abs() + 1.0) / math.log2(8)
+
+
+def _changed(x: Tensor, tables: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Tables, and the same with a padding token's row of zeros, as x has, and of a given spread."""
+    blank = [start for start in _STARTS if start < len(x) and not x[start].any()]
+    for table in tables:
+        yield table
+        for start in blank:
+            yield table.index_fill(0, torch.tensor(start), 0)
+        # As PatchTST has it (Nie 2023).
+        centred = table - table.mean()
+        yield centred / (centred.std() * 10)
 
 
 def _sines(n: int, m: int) -> Iterator[Tensor]:

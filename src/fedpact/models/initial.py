@@ -107,7 +107,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal and not constant."""
-    return _same(one, other) and bool((one != one.flatten()[:1]).any())
+    return _same(one, other) and one.numel() > 1 and bool((one != one.flatten()[0]).any())
 
 
 _SETTING = "initial.weights"

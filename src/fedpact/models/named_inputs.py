@@ -5,9 +5,11 @@ A record of integers holds tokens in rows of length T:
     [T]       input_ids
     [2, T]    input_ids, attention_mask
     [3, T]    input_ids, attention_mask, token_type_ids
+    [4, T]    the same, and decoder_input_ids
 
 A record of floats is passed as the model's main input, such as pixel_values. The logits of the
-model's output are used.
+model's output are used. A model that answers with the two ends of a span, among T places, has
+logits [B, T, T], of which the first two columns are those of start and end, and the others 0.
 """
 
 import inspect
@@ -23,6 +25,7 @@ from fedpact.common.params import TOKENS, keeping_modes, model_name
 _MEASURED: Final = ("pixel_values", "input_values", "input_features", "inputs_embeds")
 _SERIES: Final = ("prediction_logits", "prediction_outputs", "regression_outputs")
 _OUTPUTS: Final = ("logits", "out", *_SERIES)
+_SPAN: Final = ("start_logits", "end_logits")
 
 
 class NamedInputs(nn.Module):
@@ -50,11 +53,19 @@ class NamedInputs(nn.Module):
         x = x.clone() if self._copied else x
         if _reads_an_end(self.model):
             return _at_the_end(self.model, self._named(x))
-        found = _logits_of(self.model(**self._named(x)) if self.names else self.model(x))
+        output = self.model(**self._named(x)) if self.names else self.model(x)
+        if self._by_place and is_span(output):
+            ends = torch.stack([output[name] for name in _SPAN], 2)
+            return F.pad(ends, (0, ends.shape[1] - len(_SPAN)))
+        found = _logits_of(output)
         if not self._by_place or not isinstance(found, Tensor) or found.dim() < 3:
             return found
+        if found.dim() == 3 and self.names:
+            # The places of a prompt, which PEFT puts in front, have no labels.
+            prompted = is_adapted(self.model) and not x.is_floating_point()
+            return (found[:, -x.shape[-1] :] if prompted else found).movedim(2, 1)
         if found.dim() == 3:
-            return found.movedim(2, 1) if self.names else found
+            return found
         if x.dim() == 4 and found.shape[2:] != x.shape[2:]:
             # Many models of segmentation return smaller maps, which are enlarged for training.
             found = F.interpolate(found, x.shape[2:], mode="bilinear", align_corners=False)
@@ -63,6 +74,11 @@ class NamedInputs(nn.Module):
     def around(self, model: nn.Module) -> "NamedInputs":
         """Return the same around another model."""
         return NamedInputs(model, self.names, by_place=self._by_place, copied=self._copied)
+
+    def lacks_decoder(self, x: Tensor) -> bool:
+        """Whether its decoder reads a text of its own, which records x [B, ...] do not have."""
+        reads = "decoder_input_ids" in self.names and not _reads_an_end(self.model)
+        return reads and not x.is_floating_point() and x.shape[1:-1] != (len(TOKENS),)
 
     def _named(self, x: Tensor) -> dict[str, Tensor]:
         if x.is_floating_point() or "input_ids" not in self.names:
@@ -146,7 +162,7 @@ def _at_the_end(module: nn.Module, given: dict[str, Tensor]) -> Tensor:
         # Their texts end with a language, which their decoder begins with.
         start = ids.gather(1, last[:, None])
     shifted = torch.cat([start, ids[:, :-1]], 1)
-    states: Tensor = below.base_model(**given, decoder_input_ids=shifted)[0]
+    states: Tensor = below.base_model(**{**given, "decoder_input_ids": shifted})[0]
     index = last[:, None, None].expand(-1, 1, states.shape[-1])
     return below.classification_head(states.gather(1, index).squeeze(1))
 
@@ -179,6 +195,11 @@ def _input_names(module: nn.Module) -> tuple[str, ...]:
         return tuple(inspect.signature(below.forward).parameters)
     except (TypeError, ValueError):
         return ()
+
+
+def is_span(output: Any) -> bool:
+    """Whether a model's output is where a span of its text begins and ends."""
+    return isinstance(output, Mapping) and {*_SPAN} <= {*cast(Mapping[str, Any], output)}
 
 
 def _logits_of(output: Any) -> Any:

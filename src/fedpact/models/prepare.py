@@ -178,13 +178,13 @@ _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
     ),
     (
         _skips_layers,
-        "whole layers are skipped by chance for the batch at once ({}): set layerdrop = 0.0 in the "
-        "configuration, and so encoder_layerdrop and decoder_layerdrop",
+        "whole layers are skipped by chance for the batch at once ({}): set config.layerdrop = "
+        "config.encoder_layerdrop = config.decoder_layerdrop = 0.0 before the model is built",
     ),
     (
         _masks_spans,
         "parts of recordings are hidden by numpy's random numbers for the batch at once ({}): set "
-        "apply_spec_augment = False in the configuration",
+        "config.apply_spec_augment = False before the model is built",
     ),
     (
         lambda layer: any(kind.__name__ == "LycorisLayer" for kind in type(layer).__mro__),

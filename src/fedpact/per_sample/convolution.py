@@ -47,8 +47,7 @@ _backward = cast(Callable[..., tuple[Any, Any, Any]], torch.ops.aten.convolution
 class Geometry:
     """The geometry of a convolution with one to three dimensions.
 
-    kernel, stride, dilation: one number per dimension. pad: before and after each dimension, the
-    last dimension first, as for torch.nn.functional.pad.
+    kernel, stride, dilation: one number per dimension. pad: the same, before and after each.
     """
 
     kernel: tuple[int, ...]
@@ -61,29 +60,18 @@ class Geometry:
     def by(kernel: tuple[int, ...], settings: list[Any]) -> "Geometry":
         """From an operation's kernel sizes, and torch's stride, padding, dilation and groups."""
         stride, padding, dilation, groups = settings
-        stride, dilation = (_each(v, len(kernel)) for v in (stride, dilation))
-        if padding == "same":
-            more = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
-            sides = [(m // 2, m - m // 2) for m in more]
-        else:
-            sides = [(p, p) for p in _each(0 if padding == "valid" else padding, len(kernel))]
-        pad = tuple(p for side in reversed(sides) for p in side)
+        stride, pad, dilation = (_each(v, len(kernel)) for v in (stride, padding, dilation))
         return Geometry(tuple(kernel), stride, dilation, pad, groups)
 
     def over_several(self) -> "Geometry":
         """The same of several images, along a first dimension of theirs."""
         first = (1,)
         kernel, stride, dilation = (first + v for v in (self.kernel, self.stride, self.dilation))
-        return Geometry(kernel, stride, dilation, (*self.pad, 0, 0), self.groups)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the padding is symmetric, so that torch's convolution can apply it."""
-        return self.pad[::2] == self.pad[1::2]
+        return Geometry(kernel, stride, dilation, (0, *self.pad), self.groups)
 
     def positions(self, size: tuple[int, ...]) -> tuple[int, ...]:
         """The number of positions along each dimension of an input of this size."""
-        sides = [a + b for a, b in zip(self.pad[::-2], self.pad[-2::-2], strict=True)]
+        sides = [2 * p for p in self.pad]
         read = [d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
         each = zip(size, sides, read, self.stride, strict=True)
         return tuple((n + more - one) // step + 1 for n, more, one, step in each)
@@ -91,14 +79,13 @@ class Geometry:
     def weight_rows(self, x: Tensor, g: Tensor, weight: Tensor) -> Tensor:
         """Gradients [n, |weight|] from x [n, C, ...] and g [n, O, ...], by torch's routine."""
         n, shape = len(x), (len(x) * weight.shape[0], *weight.shape[1:])
-        padding, none = list(self.pad[::-2]), [0] * len(self.kernel)
-        if not self.plain:
-            x, padding = self.padded(x), none
         # One record of n · C channels in n groups: no group's weight reads another record.
         x, g = (t.reshape(1, -1, *t.shape[2:]) for t in (x, g))
         # The routine uses only the shape of the weights, so one number is expanded.
         weights = weight.new_empty(1).expand(shape)
-        settings = list(self.stride), padding, list(self.dilation), False, none, n * self.groups
+        none = [0] * len(self.kernel)
+        lists = list(self.stride), list(self.pad), list(self.dilation)
+        settings = *lists, False, none, n * self.groups
         found = _backward(g, x, weights, None, *settings, [False, True, False])
         return cast(Tensor, found[1]).view(n, -1)
 
@@ -135,7 +122,8 @@ class Geometry:
 
     def padded(self, x: Tensor) -> Tensor:
         """The padded input."""
-        return F.pad(x, self.pad) if any(self.pad) else x
+        sides = [p for p in reversed(self.pad) for _ in range(2)]
+        return F.pad(x, sides) if any(sides) else x
 
     def _strides(self, row: tuple[int, ...], *, kernel_first: bool = False) -> tuple[int, ...]:
         """Memory strides of positions and kernel, from those of the input's dimensions."""
@@ -238,7 +226,7 @@ def sparse(geometry: Geometry, weight: Tensor, grad: Tensor, pooled: Pooled | No
     """
     if pooled is None or not on_cpu(grad):
         return False
-    simple = geometry.plain and geometry.stride == geometry.dilation == (1, 1)
+    simple = geometry.stride == geometry.dilation == (1, 1)
     wide = geometry.kernel[1] * weight.shape[1] >= _WIDE
     return simple and geometry.groups == 1 and wide and grad.numel() >= 4 * pooled[0].numel()
 

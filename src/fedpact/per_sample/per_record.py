@@ -53,7 +53,8 @@ class Alone:
             raise ModelError(
                 f"model {self._name} is not shown to keep the records of a batch apart ({why}), "
                 f"and cannot be differentiated record by record{again}: write it without "
-                "branches on values and without state that a pass changes"
+                "branches on values and without state that a pass changes, or choose another model "
+                "where the line is a library's own"
             ) from error
         size = model.size * model.vector.element_size()
         self.step = max(1, min(_AT_A_TIME, norms.keep_bytes(model.vector) // size))

@@ -441,7 +441,6 @@ _VIEWS = tuple(
 )
 _PRODUCTS = ("aten.matmul.default", "aten.mm.default")
 _TURNS = ("aten.t.default", "aten.numpy_T.default", "aten.mT.default")
-_PADDED = ("default", "padding")
 _POINTWISE = (
     *("div.Tensor", "where.self", "pow.Tensor_Tensor", "maximum.default", "minimum.default"),
     *("lerp.Tensor", "addcmul.default", "clamp.Tensor"),
@@ -452,7 +451,7 @@ _RULES: dict[str, Rule] = {
     "aten.linear.default": _linear,
     **dict.fromkeys([f"aten.{name}.default" for name in ("matmul", "mm", "bmm", "mv")], _matmul),
     "aten.einsum.default": _einsum,
-    **dict.fromkeys([f"aten.conv{n}d.{how}" for n in "123" for how in _PADDED], _convolution),
+    **dict.fromkeys([f"aten.conv{n}d.default" for n in "123"], _convolution),
     "aten.conv_transpose1d.default": _transposed,
     "aten.conv_transpose2d.input": _transposed,
     "aten.conv_transpose3d.input": _transposed,

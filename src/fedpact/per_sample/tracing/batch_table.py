@@ -122,9 +122,9 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.attention, "scaled_dot_product_attention"),
     **_named(rules.sampled, "grid_sampler"),
     **_named(rules.on_grid, "affine_grid_generator"),
-    **_named(rules.in_front(3, 3), "conv1d conv1d.padding conv_transpose1d col2im"),
-    **_named(rules.in_front(4, 4), "conv2d conv2d.padding conv_transpose2d.input im2col"),
-    **_named(rules.in_front(5, 5), "conv3d conv3d.padding conv_transpose3d.input"),
+    **_named(rules.in_front(3, 3), "conv1d conv_transpose1d col2im"),
+    **_named(rules.in_front(4, 4), "conv2d conv_transpose2d.input im2col"),
+    **_named(rules.in_front(5, 5), "conv3d conv_transpose3d.input"),
     **_named(
         rules.in_front(3),
         "upsample_nearest1d.vec upsample_linear1d.vec upsample_nearest2d.vec "

@@ -215,6 +215,26 @@ def _normalised(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _padded_by_name(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1,),
+    padding: str = "valid",
+    dilation: Sequence[int] = (1,),
+    groups: int = 1,
+) -> Any:
+    """A convolution that is padded as "same" or "valid" says, by numbers."""
+    dims = x.dim() - 2
+    spans = [dilation[d % len(dilation)] * (k - 1) for d, k in enumerate(weight.shape[2:])]
+    more = [span % 2 for span in spans] if padding == "same" else [0] * dims
+    sides = [span // 2 for span in spans] if padding == "same" else [0] * dims
+    if any(more):
+        x = F.pad(x, [side for one in reversed(more) for side in (0, one)])
+    run: Any = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    return run(x, weight, bias, stride, sides, dilation, groups)
+
+
 def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tensor:
     """A convolution: on one thread torch chooses an algorithm by whether a batch has 16 records."""
     if x.dim() != weight.dim():
@@ -272,6 +292,11 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.index_put.default: _put,
     _aten._native_batch_norm_legit_no_training.default: _frozen_batch_norm,
+    **dict.fromkeys(
+        (_aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding), _padded_by_name
+    ),
+    _aten.max.other: torch.maximum,
+    _aten.min.other: torch.minimum,
     **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sorted),
     **dict.fromkeys((_aten.argsort.default, _aten.argsort.stable), _order),
     **{op: _stand_in(op) for op in _SHAPES},
