@@ -164,6 +164,14 @@ def test_compose_gives_each_party_what_it_needs_and_no_more(packaged):
         assert where / mounts["/party/ledger"]["source"] == home / "ledger"
 
 
+def test_compose_takes_words_of_yaml_for_names(tmp_path):
+    names = {"no", "on", "null", "1e3", "007"}
+    sites = {name: tmp_path / "sites" / name for name in names}
+    packaging._write_compose(tmp_path / "compose.yaml", sites)
+    found = yaml.safe_load((tmp_path / "compose.yaml").read_text())
+    assert found["services"].keys() == {"server", *names}
+
+
 def test_parties_with_like_names_have_labels_of_their_own():
     names = ["server", "Ward 1", "ward-1", "ward_1", "ward-1-2", "Server", "病院", "x" * 90]
     labels = packaging._labels(names)

@@ -135,7 +135,7 @@ def _move_records_and_ledger(site: Path) -> None:
 def _write_compose(path: Path, sites: dict[str, Path]) -> None:
     labels, text = _labels([SERVER, *sites]), (_PACKAGES / path.name).read_text(encoding="utf-8")
     # The template of one site, up to the next empty line.
-    before, one, after = re.split(r"(?s)(  SERVICE:.*?)(?=\n\n)", text)
+    before, one, after = re.split(r'(?s)(  "SERVICE":.*?)(?=\n\n)', text)
     each = [
         one.replace("SERVICE", labels[name]).replace("NAME", where.name)
         for name, where in sites.items()
