@@ -205,7 +205,7 @@ def _learning_cards(run: RunSummary) -> list[CardFigure]:
         if pooled:
             note += ", on the sites' own held-out records: "
             note += "each site has its own head" if run.head else "there is no public test set"
-        if records := run.summary.get("judged_records"):
+        if last.accuracy is not None and (records := run.summary.get("judged_records")):
             low, high = wilson_interval(last.accuracy, records)
             note += f"; 95 % interval {percent(low)} to {percent(high)} by "
             note += counted(records, "test record")

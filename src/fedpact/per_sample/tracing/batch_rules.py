@@ -220,7 +220,7 @@ def joined(node: Node, at: At) -> Where:
     return where
 
 
-def differences(node: Node, at: At) -> Where:
+def subtracted(node: Node, at: At) -> Where:
     """Differences of neighbours in a record, also of tensors that are put before and behind."""
     where, count = _records_in(node, at)
     others = [is_size(other) or at(other) != where for other in node.all_input_nodes]

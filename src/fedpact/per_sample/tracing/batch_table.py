@@ -86,7 +86,7 @@ RULES: Final[dict[str, Rule]] = {
         "tensor_split.sections unbind.int",
     ),
     **_named(rules.joined, "cat concat concatenate stack"),
-    **_named(rules.differences, "diff"),
+    **_named(rules.subtracted, "diff"),
     **_named(rules.overwritten, "slice_scatter select_scatter"),
     **_named(rules.selected, "index_select"),
     **_named(rules.along(2, default=None), "roll"),
