@@ -207,20 +207,6 @@ def test_buffers_of_other_kinds_are_constants():
     assert all(is_constant(held) for held in places)
 
 
-@pytest.mark.parametrize("kind", ["XGLM", "XLM"])
-def test_models_that_check_their_values_are_traced(trained, kind):
-    configs = {
-        "XGLM": lambda: hf.XGLMConfig(**OF_XGLM),
-        "XLM": lambda: hf.XLMConfig(vocab_size=50, emb_dim=32, n_layers=1, n_heads=2),
-    }
-    head = "CausalLM" if kind == "XGLM" else "SequenceClassification"
-    given = {"label": "input_ids", "task": "tokens", "records": {"vocabulary": 50}}
-    given = given if kind == "XGLM" else {"label": "label"}
-    table = {name: TABLE[name] for name in {"input_ids", given["label"]}}
-    make = getattr(hf, f"AutoModelFor{head}").from_config
-    trained(lambda: make(configs[kind]()), table, **given)
-
-
 def test_a_series_runs_and_a_recording_says_what_to_set(trained):
     """What PatchTSMixer calls its logits is known; wav2vec's masks and skipped layers are told."""
     config = hf.PatchTSMixerConfig(

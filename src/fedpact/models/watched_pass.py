@@ -6,13 +6,12 @@ are found with a record of NaN, which must not spread to other records. The trac
 of what is found, so these findings are only added to the error of a certain obstacle.
 """
 
-import inspect
 import random
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from traceback import extract_stack
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Final, cast
 
 import numpy as np
@@ -25,7 +24,7 @@ from fedpact.common.losses import cross_entropy
 from fedpact.common.params import keeping_modes
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.per_sample.tracing.export import own_line
-from fedpact.per_sample.tracing.trace_context import asked_by, state_kept, while_tracing
+from fedpact.per_sample.tracing.trace_context import state_kept, while_tracing
 
 _RECORDS: Final = 12
 _FEW: Final = 4
@@ -129,10 +128,8 @@ class _Watch(TorchFunctionMode):
         found = func(*args, **named)
         name = getattr(func, "__name__", "")
         follows = any(id(v) in self._known for v in given)
-        if follows and name == "__bool__" and asked_by(_caller()) is None:
-            self._note(_BRANCH)
-        elif follows and name in _TAKEN:
-            self._note(_NUMBER)
+        if follows and (name in _TAKEN or name == "__bool__"):
+            self._note(_BRANCH if name == "__bool__" else _NUMBER)
         for v, version in zip(given, versions, strict=True):
             changed = not v.is_inference() and v._version != version
             if changed and v.untyped_storage().data_ptr() in self._state:
@@ -172,13 +169,6 @@ class _Watch(TorchFunctionMode):
         if layers or not stack[-1].filename.startswith(str(Path(torch.__path__[0]))):
             line = own_line(stack)
             self.notes += [(what, line)] if line else []
-
-
-def _caller() -> FrameType | None:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame
 
 
 def _tensors(thing: Any) -> Iterator[Tensor]:

@@ -1,13 +1,10 @@
 """Changes to torch and Python while a model is traced, undone afterwards."""
 
-import dis
 import inspect
 import logging
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any, Final, cast
 
 import torch
@@ -25,8 +22,6 @@ from fedpact.per_sample.tracing import packed
 from fedpact.per_sample.tracing.replacements import embedding_bag
 
 _RECURRENT: Final = (nn.LSTM, nn.GRU, nn.RNN)
-_OF_TRUTH: Final = ("PRECALL", "CALL", "TO_BOOL")
-_ENDS: Final = ("RAISE", "JUMP", "RETURN", "FOR_ITER")
 _LOGGERS: Final = ("torch.fx", "torch._subclasses", "torch._dynamo", "torch._export")
 _logger = logging.getLogger("fedpact")
 
@@ -87,8 +82,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     the files of the model it is x.shape[0], and list(range(len(x))) the records' numbers. torch's
     transformers look whether a mask is the causal one, for which there is a faster way to the same;
     a branch on its values would end the trace.
-    Packed sequences are what `packed` has in place of torch's. Checks of values are passed: see
-    `asked_by`.
+    Packed sequences are what `packed` has in place of torch's.
     """
     functions = [vars(m).get("forward", type(m).forward) for m in model.modules()]
     # Here, as these take a second to import, which most commands do without.
@@ -101,8 +95,6 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         (transformer, _detect_is_causal_mask.__name__, _causal),
         (FakeTensor, "tolist", _listed),
         (FakeTensor, "__getitem__", _picked),
-        (FakeTensor, "__bool__", _true),
-        (torch.SymBool, "__bool__", _true),
         (F, "embedding_bag", embedding_bag),
         *((kind, "forward", packed.forward) for kind in _RECURRENT),
     ]
@@ -198,40 +190,6 @@ def _picked(of: Tensor, index: Any) -> Any:
     rest = Tensor.__getitem__(of, (*parts[:place], slice(None), *parts[place + 1 :]))
     at = (*[slice(None)] * dim, parts[place].view(1))
     return Tensor.__getitem__(rest, at).squeeze(dim)
-
-
-def _true(of: Any) -> Any:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    found = asked_by(frame)
-    if found is None:
-        return torch.Tensor.__bool__(of) if isinstance(of, Tensor) else NotImplemented
-    return found
-
-
-def asked_by(frame: FrameType | None) -> bool | None:
-    """What a frame's check asks of a value: `assert value`, or `if value: raise ...`; else None.
-
-    Training may not end by what is in a record, so checks are left out, as asserts by `python -O`.
-    """
-    if frame is None or frame.f_code.co_filename.startswith(str(Path(torch.__path__[0]))):
-        return None
-    steps = list(dis.get_instructions(frame.f_code))
-    here = next((i for i, one in enumerate(steps) if one.offset == frame.f_lasti), 0)
-    # Where truth is found by an operation of its own, such as bool(), the branch is behind it.
-    jump = next(i for i, one in enumerate(steps) if i >= here and one.opname not in _OF_TRUTH)
-    if not steps[jump].opname.endswith(("_IF_TRUE", "_IF_FALSE")):
-        return None
-    there = next(i for i, one in enumerate(steps) if one.offset == steps[jump].argval)
-    raises = [_raises(steps[at:]) for at in (jump + 1, there)]
-    return None if raises[0] == raises[1] else steps[jump].opname.endswith("TRUE") == raises[0]
-
-
-def _raises(steps: list[dis.Instruction]) -> bool:
-    """Whether a part of a function raises an error before it branches or returns."""
-    ends = (one.opname for one in steps if any(kind in one.opname for kind in _ENDS))
-    return next(ends, "") == "RAISE_VARARGS"
 
 
 def _size(of: Any) -> Any:
