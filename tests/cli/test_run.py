@@ -347,10 +347,12 @@ def test_answers_can_be_joined_to_the_rows_of_the_file(tmp_path):
     done = fedpact(*words, "--keep", "patent", cwd=tmp_path)
     assert done.returncode == 2
     assert "--keep patent: new.csv has no such column: it has patient, age" in done.stderr
-    (tmp_path / "new.csv").write_text("label,age\n1,40\n")
-    done = fedpact(*words, "--keep", "label", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "rename it in new.csv" in done.stderr
+    # "labels" is what an .npz calls them, and would be written over.
+    (tmp_path / "new.csv").write_text("label,labels,age\n1,1,40\n")
+    for name, out in (("label", "a.csv"), ("labels", "a.npz")):
+        done = fedpact(*words, "--keep", name, "--out", out, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "rename it in new.csv" in done.stderr
 
 
 def test_several_labels_from_one_column_are_refused_plainly(tmp_path):

@@ -1,7 +1,7 @@
 """Tokenised text: columns of lists become records [rows, T] with their mask.
 
 The rows are input_ids, attention_mask and, if there is such a column, token_type_ids, as tokenizers
-write them. A column decoder_input_ids, of what the decoder of a translator reads, is the fourth.
+write them. The fourth is decoder_input_ids, what the decoder of a sequence-to-sequence model reads.
 Records are padded to length T with 0, also in their mask, or cut at T.
 """
 

@@ -50,7 +50,7 @@ from fedpact.simulation.run import environment_of, finish, start_or_resume, with
 from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.secure_aggregation.transport import Attempts
-from fedpact.simulation.statement import Side, statement
+from fedpact.simulation.statement import Side, site_terms, statement
 from fedpact.simulation.trackers import Log, check_log
 from fedpact.simulation.workshop import TrainingSetup
 
@@ -287,7 +287,7 @@ class Coordinator:
 
     def price(self) -> None:
         """Compute every ε of the run, which takes memory that is needed later: see `apart`."""
-        self.statement()
+        site_terms(self.plan, self.terms)
         with_epsilon(RoundRecord(round=0), self.terms, {name: {} for name in self.terms})
 
 

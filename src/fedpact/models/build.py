@@ -112,27 +112,23 @@ def _advice(module: nn.Module, outputs: Any, length: int, classes: int, kind: st
             f"records.length = {length} and a class for each place, classes = "
             f"[str(k) for k in range({length})]"
         )
-    if not isinstance(module, NamedInputs):
-        if not isinstance(outputs, Tensor):
-            return "return the logits alone, or as 'logits' of a dict"
-        return "let the factory size its last layer by `classes`"
-    by_token = "input_ids" in module.names and kind == "pixels"
+    wrapped = isinstance(module, NamedInputs)
+    names = module.names if wrapped else ()
+    by_token = "input_ids" in names and kind == "pixels"
     if by_token and isinstance(outputs, Tensor) and outputs.dim() == 3:
         _, own, places = outputs.shape
         if places != length:
             return f"give texts of the length that it answers to, records.length = {places}"
         return f"name as many classes, as classes = [str(k) for k in range({own})]"
-    if module.names:
+    if names:
         return (
             f"give its configuration num_labels = {classes}, and take one with a head that "
             "answers with logits, as AutoModelForSequenceClassification"
         )
     if not isinstance(outputs, Tensor):
         return "return the logits alone, or as 'logits' of a dict"
-    return (
-        "let the factory size its last layer by `classes`; of what it returns the first tensor is "
-        "taken, so return the logits first"
-    )
+    taken = "; of what it returns the first tensor is taken, so return the logits first"
+    return f"let the factory size its last layer by `classes`{taken if wrapped else ''}"
 
 
 def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
@@ -172,8 +168,8 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         elif isinstance(module, NamedInputs) and module.lacks_decoder(x):
             start = cast(Any, module.model).config.decoder_start_token_id
             hint = (
-                "it writes a text of its own, and its decoder reads that, one token behind: say "
-                'what it reads, as data = data.map(lambda row: {"decoder_input_ids": '
+                "its decoder reads the text that it is to write, shifted by one token: add that "
+                'column, as data = data.map(lambda row: {"decoder_input_ids": '
                 f'[{start}, *row["labels"][:-1]]}})'
             )
         elif not x.is_floating_point():

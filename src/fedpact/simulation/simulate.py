@@ -407,8 +407,8 @@ def _finish(
     more: dict[str, Any] = {"ledgers": _sum_ledgers(folder, scene)}
     more["commonest"] = judged and asdict(judged)
     # Pixels of an image, labels of a record and records of a person are not independent.
-    apart = judged and labels.ndim == 1 and scene.plan.person is None
-    more["judged_records"] = len(labels) if apart else None
+    independent = judged and labels.ndim == 1 and scene.plan.person is None
+    more["judged_records"] = len(labels) if independent else None
     more["left_out"] = raw.sieve.document() if raw.sieve else None
     ended = scene.form, at, records, status, more
     summary = finish(folder, scene.plan, scene.terms, scene.sizes, module, *ended)

@@ -100,6 +100,7 @@ def predict(
             f"{run} predicts a class for every pixel, which does not fit a line of a CSV: name "
             "an .npz file, --out answers.npz, or use --json"
         )
+    _check_kept(records, kept, ["row", "label", *found.classes, *vars(found)])
     text = "" if found.labels.ndim > 1 else _as_csv(records, kept, found)
     if out is not None and arrays:
         stored = io.BytesIO()
@@ -186,16 +187,19 @@ def _kept(records: Path, names: Sequence[str]) -> dict[str, list[str]]:
     return {name: [text_of(cell) for cell in columns[name]] for name in names}
 
 
+def _check_kept(records: Path, kept: Mapping[str, object], taken: Sequence[str]) -> None:
+    """Raise InputError if a column to keep has the name of one of the answers' own."""
+    if twice := kept.keys() & {*taken}:
+        raise InputError(
+            f"--keep {min(twice)}: the answers have a column of that name; rename it in {records}"
+        )
+
+
 def _as_csv(records: Path, kept: Mapping[str, Sequence[str]], found: Predictions) -> str:
     """Return a line for each record: its row, counted as warnings do, what is kept, the answer."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    headings = ["row", *kept, "label", *found.classes]
-    if twice := {name for name in kept if headings.count(name) > 1}:
-        raise InputError(
-            f"--keep {min(twice)}: the answers have a column of that name; rename it in {records}"
-        )
-    writer.writerow(headings)
+    writer.writerow(["row", *kept, "label", *found.classes])
     first = 0 if records.suffix.lower() == ".npz" else 1
     own = zip(*kept.values(), strict=True) if kept else [()] * len(found)
     rows = zip(own, found.labels.tolist(), found.probabilities.tolist(), strict=True)

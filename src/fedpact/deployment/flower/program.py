@@ -148,13 +148,13 @@ def superlink(directory: Path, most: int, arguments: Sequence[str]) -> Generator
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     os.environ["FLWR_HOME"] = str((directory / LOG).parent.resolve())
-    # What Flower's database migrations would colour error pages with takes 5 MB.
+    # A template library would load Pygments to colour error pages: 5 MB.
     cast(Any, sys.modules)["mako.ext.pygmentplugin"] = None
     (script,) = entry_points(group="console_scripts", name="flower-superlink")
     program, flower = script.load(), logging.getLogger("flwr")
     sockets, servers = Sockets(), list[uvicorn.Server]()
 
-    # Its other protocol reads headers of any length, which takes the more time the longer they are.
+    # uvicorn's other parser, httptools, does not limit the length of headers.
     class Counted(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             told = transport.get_extra_info

@@ -1,4 +1,4 @@
-"""Accounting in a child process, for a party: it needs it at both ends of a run, and lives long."""
+"""Accounting in a child process: a party lives long, and needs it as a run starts and ends."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ R = TypeVar("R")
 _IDLE_SECONDS: Final = 2.0
 _apart: Final = ContextVar("_apart", default=False)
 _idle: Final = list["_Child"]()
-"""Those that may be asked. One that is being asked, or has failed, is not among them."""
+"""Children without a question. A busy or failed one is not among them."""
 
 
 @contextmanager
