@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,67 @@ def test_records_a_model_does_not_accept_are_told(monkeypatch, name, record, tol
     monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
     with pytest.raises(ModelError, match=rf"does not accept .*{told}"):
         build(name, record, 3, 0)
+
+
+class PaddedNot(nn.Module):
+    """A library's model of texts, which fails in the library's words."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Embedding(9, 3)
+
+    def forward(self, input_ids, attention_mask):
+        if not bool(attention_mask.all()):
+            raise RuntimeError("its own words")
+        return self.layer(input_ids).mean(1)
+
+
+class OfMultipleChoice(PaddedNot):
+    def forward(self, input_ids, attention_mask):
+        raise RuntimeError("its own words")
+
+
+class Prefixed(OfMultipleChoice):
+    peft_config = {"default": SimpleNamespace(peft_type="PREFIX_TUNING")}  # noqa: RUF012
+
+    def get_base_model(self):
+        return self
+
+
+class Paired(PaddedNot):
+    def forward(self, input_ids, attention_mask, pixel_values):
+        raise RuntimeError("its own words")
+
+
+OfMultipleChoice.__name__ = "BertForMultipleChoice"
+Prefixed.__name__ = "PeftModel"
+
+
+class Shrunk(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.AvgPool2d(4), nn.InstanceNorm2d(1), nn.Flatten(), nn.Linear(1, 3))
+
+
+TEXT = torch.zeros(2, 5, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "told"),
+    [
+        ("OfMultipleChoice", TEXT, "it chooses among several texts, and a record is one text"),
+        ("Paired", TEXT, "it reads a text together with an image, and a record is one of the two"),
+        ("Prefixed", TEXT, "prefix tuning puts keys and values in front"),
+        ("PaddedNot", TEXT, "it takes no text with padding"),
+        ("Shrunk", torch.zeros(1, 4, 4), "a layer normalises over a single number"),
+    ],
+)
+def test_what_a_model_lacks_is_told_in_our_words_alone(monkeypatch, name, record, told):
+    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
+    with pytest.raises(ModelError, match=told) as found:
+        build(f"test_build:{name}", record, 3, 0)
+    assert not any(word in str(found.value) for word in ("its own words", "Expected more"))
 
 
 class Tagger(nn.Embedding):

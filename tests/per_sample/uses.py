@@ -278,6 +278,7 @@ add(
     "var.correction std.correction var_mean.correction std_mean.correction",
     _then(_dims, lambda g, _: {"correction": 0, "keepdim": g.likely()}),
 )
+add("var.dim std.dim var_mean.dim std_mean.dim", _then(_dims, _is(False), _keep))
 add("linalg_vector_norm norm.ScalarOpt_dim", _then(_is(2), _dims, _keep))
 add("tril triu", _then(_one_of(0, 1, -1)))
 add("layer_norm rms_norm", _then(lambda _, x: [_last(x)], lambda g, x: g.constant(_last(x))))

@@ -165,6 +165,8 @@ add(
     "upsample_bilinear2d.vec upsample_bicubic2d.vec",
     lambda g: (g.front(2, 3, 3), [6, 6], False, None),
 )
+add("upsample_nearest3d.vec", lambda g: (g.front(2, 2, 2, 2), None, [2.0] * 3))
+add("upsample_trilinear3d.vec", lambda g: (g.front(2, 2, 2, 2), [4, 4, 4], False, None))
 add("group_norm", lambda g: (g.front(4, 3), 2, g.constant(4), None, 1e-5))
 add(
     "batch_norm",

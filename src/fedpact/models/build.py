@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -145,6 +146,47 @@ def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
             m.training = training
 
 
+def _reads_mask(module: nn.Module, x: Tensor) -> bool:
+    """Whether records x [B, ...] are texts with a mask, which the model reads."""
+    return isinstance(module, NamedInputs) and x.dim() == 3 and "attention_mask" in module.names
+
+
+def _asks_for_more(module: nn.Module, x: Tensor, error: Exception) -> str:
+    """Return what a model that failed needs, and records x [B, ...] do not give; "" if unknown."""
+    if "Expected more than 1" in str(error):
+        return (
+            "a layer normalises over a single number, which makes 0 of it: give larger records, "
+            "or take a model that shrinks them less often"
+        )
+    if not isinstance(module, NamedInputs):
+        return ""
+    if {"input_ids", "pixel_values"} <= {*module.names}:
+        return (
+            "it reads a text together with an image, and a record is one of the two: choose a "
+            "model of texts, as AutoModelForSequenceClassification, or of images, as "
+            "AutoModelForImageClassification"
+        )
+    if module.called.endswith("MultipleChoice"):
+        return (
+            "it chooses among several texts, and a record is one text: make a record of each "
+            "choice, with a label of whether it is right, for AutoModelForSequenceClassification"
+        )
+    settings = getattr(module.model, "peft_config", {}).values()
+    if any(getattr(one, "peft_type", "") == "PREFIX_TUNING" for one in settings):
+        return (
+            "prefix tuning puts keys and values in front of a text's own, which this model does "
+            "not take: choose another kind of adapter, as peft.LoraConfig or "
+            "peft.PromptTuningConfig"
+        )
+    if _reads_mask(module, x):
+        whole = x.clone()
+        whole[:, 1] = 1
+        with keeping_modes(module), torch.no_grad(), suppress(Exception):
+            module.eval()(whole)
+            return "it takes no text with padding: choose a model that reads an attention_mask"
+    return ""
+
+
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
     count = len(x)
     try:
@@ -154,6 +196,8 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
                 outputs = module(x)
             except Exception:  # at an empty record, as one that looks for a last word does
                 x = x + 1
+                if _reads_mask(module, x):
+                    x[:, 1, -1] = 0
                 outputs = module(x)
             # Behind the first pass, in which lazy layers draw their weights.
             before, count = torch.default_generator.get_state(), 1
@@ -178,13 +222,14 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
                 "such as one that begins with an embedding, and one text of a record; or store "
                 "measurements as float32"
             )
-        many = f"{count} made-up records"
+        many, told = f"{count} made-up records", f" ({type(error).__name__}: {error})"
+        if why := _asks_for_more(module, x, error):
+            hint, told = why, ""
         if count == 1:
             many = "a single made-up record, but accepts two,"
             hint = "let it take any number of records, and compute each by itself"
         raise ModelError(
-            f"model {name!r} does not accept {many} of shape {tuple(x.shape[1:])}: {hint} "
-            f"({type(error).__name__}: {error})"
+            f"model {name!r} does not accept {many} of shape {tuple(x.shape[1:])}: {hint}{told}"
         ) from error
     if drawn:
         raise ModelError(

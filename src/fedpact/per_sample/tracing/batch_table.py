@@ -104,7 +104,7 @@ RULES: Final[dict[str, Rule]] = {
         rules.along(1, default=None),
         "sum.dim_IntList mean.dim amax amin logsumexp any.dim all.dim argmax argmin any.dims "
         "all.dims count_nonzero.dim_IntList var.correction std.correction var_mean.correction "
-        "std_mean.correction max.dim min.dim median.dim",
+        "std_mean.correction var.dim std.dim var_mean.dim std_mean.dim max.dim min.dim median.dim",
     ),
     **_named(rules.along(2, default=None), "linalg_vector_norm norm.ScalarOpt_dim"),
     **_named(rules.indexed, "index.Tensor"),
@@ -129,7 +129,8 @@ RULES: Final[dict[str, Rule]] = {
     **_named(
         rules.in_front(3),
         "upsample_nearest1d.vec upsample_linear1d.vec upsample_nearest2d.vec "
-        "upsample_bilinear2d.vec upsample_bicubic2d.vec channel_shuffle",
+        "upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_nearest3d.vec "
+        "upsample_trilinear3d.vec channel_shuffle",
     ),
     **_named(rules.padded, "pad constant_pad_nd reflection_pad1d reflection_pad2d"),
     **_named(rules.padded, "replication_pad1d replication_pad2d"),

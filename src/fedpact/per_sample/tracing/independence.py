@@ -42,7 +42,8 @@ _OWN = (
     "model {} has a backward pass of its own in {} (torch.autograd.Function), which is not the "
     "derivative of what it computes: {} differs from what its records give one by one. Write it "
     "with operations alone; for a derivative of another function h(x) than f(x), as of a straight-"
-    "through estimator, h(x) + (f(x) - h(x)).detach()"
+    "through estimator, h(x) + (f(x) - h(x)).detach(). Where it is a library's own, choose another "
+    "of its models"
 )
 
 
