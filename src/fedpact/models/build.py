@@ -151,6 +151,14 @@ def _reads_mask(module: nn.Module, x: Tensor) -> bool:
     return isinstance(module, NamedInputs) and x.dim() == 3 and "attention_mask" in module.names
 
 
+def _ones(module: nn.Module, x: Tensor) -> Tensor:
+    """Return ones in the form of x [B, ...]; of a text with a mask, the last token is padding."""
+    x = torch.ones_like(x)
+    if _reads_mask(module, x):
+        x[:, 1, -1] = 0
+    return x
+
+
 def _asks_for_more(module: nn.Module, x: Tensor, error: Exception) -> str:
     """Return what a model that failed needs, and records x [B, ...] do not give; "" if unknown."""
     if "Expected more than 1" in str(error):
@@ -195,9 +203,7 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             try:
                 outputs = module(x)
             except Exception:  # at an empty record, as one that looks for a last word does
-                x = x + 1
-                if _reads_mask(module, x):
-                    x[:, 1, -1] = 0
+                x = _ones(module, x)
                 outputs = module(x)
             # Behind the first pass, in which lazy layers draw their weights.
             before, count = torch.default_generator.get_state(), 1
