@@ -5,6 +5,7 @@ from typing import Final
 
 from experiments.evidence import ali, best, fedfdp, fedproxvr
 from experiments.evidence.runs import Run
+from experiments.evidence.variants import variants
 
 
 def _first() -> Iterator[tuple[Run, int]]:
@@ -47,7 +48,7 @@ def _tables() -> Iterator[Run]:
         for epsilon in sorted({column.epsilon for column in ali.COLUMNS}):
             if epsilon != 2.0:  # experiments/features has it
                 yield from (best.on_test(data, epsilon, trust) for trust in ("own", "sum"))
-        yield ali.undivided(data, 1)
+        yield from (ali.undivided(data, tau) for tau in (1, 2, 3, 4, 5, 7, 9))
         for rate in (ali.FAITHFUL, ali.EXPLAINED):
             yield from _table(data, "logistic", rate)
         for rate in (ali.FAITHFUL, ali.EXPLAINED):
@@ -81,12 +82,14 @@ def _sweeps() -> Iterator[Run]:
         yield ali.released(data)
         yield ali.noiseless(data)
         yield from (ali.plain(data, rate) for rate in ali.PLAIN)
-        yield from (run for run, _ in ali.variants(data).values())
-        yield from (ali.undivided(data, tau) for tau in (2, 3, 4, 5, 7, 9))
+        yield from (run for run, _ in variants(data).values())
+    yield from (ali.undivided("fashion_mnist", *between) for between in ali.BETWEEN)
     for data in fedfdp.SWEEPS:
         yield from (fedfdp.weighed(data, weight) for weight in fedfdp.SWEPT)
         yield from (fedfdp.clipped(data, clip) for clip in fedfdp.CLIPS)
     yield from map(fedfdp.each_site, ("fedavg", "fedfair"))
+    for method in fedfdp.STEADY:
+        yield from (fedfdp.long(data, method) for data in fedfdp.DATA)
     for data in fedfdp.DATA:
         yield from (fedfdp.plain(data, *careful) for careful in fedfdp.CAREFUL)
 
