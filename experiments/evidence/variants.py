@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from experiments.evidence.ali import EXPLAINED, FAITHFUL, batch_size, fixed, undivided
+from experiments.evidence.ali import LARGER, FAITHFUL, batch_size, fixed, undivided
 from experiments.evidence.runs import Run, overrides
 from torch import Tensor, nn
 
@@ -94,7 +94,7 @@ def variants(data: str) -> dict[str, tuple[Run, float]]:
     """
     found = {
         "faithful": (fixed(data, "cnn", FAITHFUL, 1), 1.0),
-        f"η = {EXPLAINED:g}": (fixed(data, "cnn", EXPLAINED, 1), 1.0),
+        f"η = {LARGER:g}": (fixed(data, "cnn", LARGER, 1), 1.0),
     }
     for name, reading in readings(data).items():
         rate = reading.rate * (batch_size(data) if reading.undivided else 1)
