@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from experiments.evidence.ali import LARGER, FAITHFUL, batch_size, fixed, undivided
+from experiments.evidence.ali import FAITHFUL, LARGER, batch_size, fixed, undivided
 from experiments.evidence.runs import Run, overrides
 from torch import Tensor, nn
 
