@@ -5,20 +5,21 @@ from typing import Final
 
 from experiments.evidence import ali, best, fedfdp, fedproxvr
 from experiments.evidence.runs import Run
+from experiments.evidence.variants import variants
 
 
 def _first() -> Iterator[tuple[Run, int]]:
     """What bears on the papers' claims and is cheap, one seed."""
     yield ali.fixed("fashion_mnist", "cnn", ali.FAITHFUL, 1), 0
     yield from ((run, 0) for run in _table("fashion_mnist", "logistic", ali.FAITHFUL))
-    yield ali.fixed("fashion_mnist", "cnn", ali.EXPLAINED, 1), 0
+    yield ali.fixed("fashion_mnist", "cnn", ali.LARGER, 1), 0
     for epsilon in (2.75, 1.55):
         yield best.on_test("fashion_mnist", epsilon, "own"), 0
     yield fedfdp.private("fashion_mnist", "fedavg", 16.0), 0
     yield fedfdp.private("fashion_mnist", "fedfdp", 16.0, 3.0), 0
     yield best.inside("mnist", 3.52, "own"), 0
     yield fedproxvr.run(fedproxvr.CONVEX[0]), 0
-    yield from ((run, 0) for run in _table("fashion_mnist", "logistic", ali.EXPLAINED))
+    yield from ((run, 0) for run in _table("fashion_mnist", "logistic", ali.LARGER))
     yield ali.choice("fashion_mnist", "cnn", 8.0), 0
     yield ali.choice("fashion_mnist", "cnn", 24.0), 0
     yield ali.released("fashion_mnist"), 0
@@ -47,10 +48,10 @@ def _tables() -> Iterator[Run]:
         for epsilon in sorted({column.epsilon for column in ali.COLUMNS}):
             if epsilon != 2.0:  # experiments/features has it
                 yield from (best.on_test(data, epsilon, trust) for trust in ("own", "sum"))
-        yield ali.undivided(data, 1)
-        for rate in (ali.FAITHFUL, ali.EXPLAINED):
+        yield from (ali.undivided(data, tau) for tau in (1, 2, 3, 4, 5, 7, 9))
+        for rate in (ali.FAITHFUL, ali.LARGER):
             yield from _table(data, "logistic", rate)
-        for rate in (ali.FAITHFUL, ali.EXPLAINED):
+        for rate in (ali.FAITHFUL, ali.LARGER):
             yield from _table(data, "cnn", rate)
     for data in fedfdp.DATA:
         yield from (best.inside(data, 3.52, trust) for trust in ("own", "sum"))
@@ -81,12 +82,14 @@ def _sweeps() -> Iterator[Run]:
         yield ali.released(data)
         yield ali.noiseless(data)
         yield from (ali.plain(data, rate) for rate in ali.PLAIN)
-        yield from (run for run, _ in ali.variants(data).values())
-        yield from (ali.undivided(data, tau) for tau in (2, 3, 4, 5, 7, 9))
+        yield from (run for run, _ in variants(data).values())
+    yield from (ali.undivided("fashion_mnist", *between) for between in ali.BETWEEN)
     for data in fedfdp.SWEEPS:
         yield from (fedfdp.weighed(data, weight) for weight in fedfdp.SWEPT)
         yield from (fedfdp.clipped(data, clip) for clip in fedfdp.CLIPS)
     yield from map(fedfdp.each_site, ("fedavg", "fedfair"))
+    for method in fedfdp.STEADY:
+        yield from (fedfdp.long(data, method) for data in fedfdp.DATA)
     for data in fedfdp.DATA:
         yield from (fedfdp.plain(data, *careful) for careful in fedfdp.CAREFUL)
 

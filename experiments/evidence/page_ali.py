@@ -1,6 +1,7 @@
 """ALI-DPFL's part of the page."""
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -9,6 +10,7 @@ from experiments.evidence import ali, best
 from experiments.evidence.ali import COLUMNS, Column
 from experiments.evidence.cells import Book, table
 from experiments.evidence.runs import Run
+from experiments.evidence.variants import ROW, variants
 
 NAMES: Final = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 MODELS: Final = {"cnn": "CNN", "logistic": "logistic regression on pixels"}
@@ -26,7 +28,7 @@ class Setting:
     @property
     def name(self) -> str:
         """Its name on the page."""
-        which = "faithful" if self.rate == ali.FAITHFUL else "explained"
+        which = "faithful" if self.rate == ali.FAITHFUL else "nearest"
         return f"{MODELS[self.model]}, η = {self.rate:g}" + (
             f" ({which})" if self.model == "cnn" else ""
         )
@@ -43,7 +45,7 @@ class Setting:
 
 
 SETTINGS: Final = tuple(
-    Setting(model, rate) for model in MODELS for rate in (ali.FAITHFUL, ali.EXPLAINED)
+    Setting(model, rate) for model in MODELS for rate in (ali.FAITHFUL, ali.LARGER)
 )
 
 
@@ -72,7 +74,7 @@ def part(book: Book) -> Iterator[str]:
         "![τ over rounds](images/evidence-ali-4-5.svg)\n\n"
         "Figures 4 to 6: the τ that ALI chooses in each round if R_s < R_c (CNN, η = 0.5, seed 0)."
     )
-    yield "### Which η explains the printed numbers"
+    yield "### Does another η explain the printed numbers"
     yield _steps(book)
     yield "### Variants of the method compared with the printed numbers"
     yield _variants(book)
@@ -145,7 +147,7 @@ def _steps(book: Book) -> str:
             run = ali.choice(data, "cnn", rate)
             cell = book.held_out(run, run.looks[-1])
             rows.append([NAMES[data], f"CNN, η = {rate:g}, held-out training records", cell])
-        for rate in (ali.FAITHFUL, ali.EXPLAINED):
+        for rate in (ali.FAITHFUL, ali.LARGER):
             run = ali.fixed(data, "cnn", rate, 1)
             rows.append([NAMES[data], f"CNN, η = {rate:g}, test set", book.accuracy(run, 317)])
         quiet = book.accuracy(ali.noiseless(data), 317)
@@ -168,26 +170,46 @@ def _steps(book: Book) -> str:
     return f"{text}\n\n{said}\n\n{table(['data', 'setting', 'accuracy'], rows)}"
 
 
+def _far(book: Book, data: str, run: Run) -> float | None:
+    """Return a variant's distance to the printed row; None if it was not run or has diverged."""
+    wanted = {c.iterations: ali.printed(data, c)[1] for c in COLUMNS if c.rounds >= c.iterations}
+    means = [book.mean(run, look) for look in ROW]
+    off = [100 * m - wanted[look] for m, look in zip(means, ROW, strict=True) if m is not None]
+    return math.sqrt(statistics.fmean(d * d for d in off)) if len(off) == len(ROW) else None
+
+
+def _nearest_noisy(book: Book) -> str:
+    """Say which variant of Fashion-MNIST with all of the printed noise comes nearest."""
+    found = {
+        name: far
+        for name, (run, noise) in variants("fashion_mnist").items()
+        if noise == 1 and (far := _far(book, "fashion_mnist", run)) is not None
+    }
+    if not found:
+        return ""
+    best = min(found, key=lambda name: found[name])
+    return (
+        f"Of the {len(found)} of them measured here the nearest is {found[best]:.1f} points away "
+        f"({best}). "
+    )
+
+
 def _variants(book: Book) -> str:
     rows = list[list[str]]()
     for data in ali.DATA:
-        wanted = {
-            c.iterations: ali.printed(data, c)[1] for c in COLUMNS if c.rounds >= c.iterations
-        }
-        for name, (run, noise) in ali.variants(data).items():
-            off = [(book.mean(run, look), wanted[look]) for look in ali.ROW]
-            squares = [(100 * mean - value) ** 2 for mean, value in off if mean is not None]
-            whole = len(squares) == len(off)
-            far = f"{math.sqrt(sum(squares) / len(off)):.1f}" if whole else book.lacks(run)
+        for name, (run, noise) in variants(data).items():
+            near = _far(book, data, run)
+            far = book.accuracy(run, ROW[-1]) if near is None else f"{near:.1f}"
             spent = book.values(run, run.looks[-1], "epsilon")
-            ratio = "1" if noise == 1 else f"1/{1 / noise:.3g}"
+            ratio = f"1/{1 / noise:.3g}" if 0 < noise < 1 else f"{noise:g}"
             rows.append([NAMES[data], name, far, ratio, f"{max(spent):,.4g}" if spent else ""])
     text = (
         "Root mean square distance in points to the printed row at τ = 1 (79, 122, 177, 231 and "
         "317 iterations), the actual noise per record relative to the printed noise, and the "
         "proven ε. Before these, some 45 variants were tried with separate code on one seed: none "
         "with the printed noise per record came within 6.8 points on Fashion-MNIST. "
-        '`python -m experiments.evidence "variant "` runs the missing ones.'
+        f"{_nearest_noisy(book)}A mean that is clipped as a whole moves by up to 2C with one "
+        'record. `python -m experiments.evidence "variant "` runs the missing ones.'
     )
     head = ["data", "variant", "distance", "noise / printed noise", "proven ε"]
     return f"{text}\n\n{table(head, rows)}"
@@ -196,24 +218,29 @@ def _variants(book: Book) -> str:
 def _nearest(book: Book) -> str:
     rows = list[list[str]]()
     for data in ali.DATA:
-        for tau in (1, 2, 3, 4, 5, 7, 9):
-            rows.append([NAMES[data], str(tau), *_distance(book, data, tau)])
+        every = [(tau, 1.0) for tau in (1, 2, 3, 4, 5, 7, 9)]
+        for tau, power in every + list(ali.BETWEEN) * (data == "fashion_mnist"):
+            run = ali.undivided(data, tau, power)
+            noise = f"1/{ali.batch_size(data) ** power:.3g}"
+            rows.append([NAMES[data], str(tau), noise, *_distance(book, data, tau, run)])
     text = (
         "This variant divides the noise by the batch size B = q N, but not the sum of clipped "
         "gradients. In fedpact's terms η = 0.5 B and σ = 1.1/B; everything else is as printed. It "
         "has no free parameter, but it was found at τ = 1 after some 45 other variants; for τ > 1 "
         "it is a prediction. Its noise is B times too small for the printed ε; the last column "
-        "gives its proven ε. The safe conclusion is that the printed accuracies require far less "
-        "noise per record than the printed σ. Distances are in points, over all entries of the "
-        "tables with that τ."
+        "gives its proven ε. It does not fit the long rows of Fashion-MNIST: its accuracy rises "
+        "with the number of rounds, the printed one does not. The last lines of Fashion-MNIST have "
+        "more noise, 1/√B and B^(-1/4) of the printed one. The safe conclusion is that the printed "
+        "accuracies require far less noise per record than the printed σ. Distances are in points, "
+        "over all entries of the tables with that τ."
     )
-    head = ["data", "τ", "entries", "root mean square", "largest", "measured (printed)", "proven ε"]
+    head = ["data", "τ", "noise / printed", "entries", "root mean square", "largest"]
+    head += ["measured (printed)", "proven ε"]
     return f"{text}\n\n{table(head, rows)}"
 
 
-def _distance(book: Book, data: str, tau: int) -> list[str]:
-    """Return how far the nearest variant at a τ is from the printed entries, as cells."""
-    run = ali.undivided(data, tau)
+def _distance(book: Book, data: str, tau: int, run: Run) -> list[str]:
+    """Return how far a run of a fixed τ is from the printed entries, as cells."""
     printed = sorted(
         (c.rounds_of(tau), ali.printed(data, c)[1 + c.fixed.index(tau)])
         for c in COLUMNS
@@ -222,7 +249,7 @@ def _distance(book: Book, data: str, tau: int) -> list[str]:
     found = {look: book.mean(run, look) for look, _ in printed}
     known = {look: 100 * mean for look, mean in found.items() if mean is not None}
     if len(known) < len(found):
-        return [book.lacks(run), "", "", "", ""]
+        return [book.accuracy(run, run.looks[-1]), "", "", "", ""]
     off = [(known[look] - value, look) for look, value in printed]
     most, worst = max(off, key=lambda one: abs(one[0]))
     spent = book.values(run, run.looks[-1], "epsilon")
@@ -243,7 +270,7 @@ def _printed(data: str) -> float:
 
 def _explained(book: Book, data: str) -> str:
     """Say how far the nearest run, on the test set or of the released code, is from print."""
-    runs = {f"η = {r:g}": ali.fixed(data, "cnn", r, 1) for r in (ali.FAITHFUL, ali.EXPLAINED)}
+    runs = {f"η = {r:g}": ali.fixed(data, "cnn", r, 1) for r in (ali.FAITHFUL, ali.LARGER)}
     runs["the released code's setting"] = ali.released(data)
     found = {name: book.mean(run, run.looks[-1]) for name, run in runs.items()}
     known = {name: 100 * mean for name, mean in found.items() if mean is not None}
@@ -276,11 +303,7 @@ def _bare(book: Book, data: str) -> str:
         "without. Without clip and noise as many iterations reach at most "
         f"{known[best]:.1f} (η = {best:g} of {', '.join(f'{rate:g}' for rate in known)}{lost})"
     )
-    if abs(_printed(data) - known[best]) < CLEAR:
-        return f"{said}: the printed accuracy is that of runs without clip and noise."
-    if _printed(data) < known[best]:
-        return f"{said}."
-    return f"{said}, less than the printed accuracy: the paper's runs must have been longer."
+    return f"{said}."
 
 
 def _swept(book: Book, data: str) -> str:

@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+from experiments.made import made
+
 import fedpact
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.accounting.planner import NOISE, TABLE_NOISE, full_batch
@@ -88,7 +90,7 @@ def main() -> None:
             kept = found.get(f"{row}: {name}", {})
             if kept.get("plan") != json.loads(json.dumps(raw)):
                 each = [accuracy(raw, seed) for seed in range(seeds)]
-                kept = found[f"{row}: {name}"] = {"plan": raw, "accuracy": each}
+                kept = found[f"{row}: {name}"] = {"plan": raw, "accuracy": each, **made()}
                 STORED.write_text(json.dumps(found, indent=1) + "\n")
             each = kept["accuracy"]
             cells.append(f"{statistics.fmean(each):.1f} ± {statistics.stdev(each):.1f}")

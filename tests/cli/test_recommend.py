@@ -511,7 +511,7 @@ def test_fewer_rounds_than_pay_have_no_longer_way():
         assert few.noise == pytest.approx(NOISE * (rounds / 100) ** 0.5)
 
 
-def test_tables_take_half_the_noise_and_images_all_of_it(tmp_path, monkeypatch):
+def test_tables_take_less_noise_than_images(tmp_path, monkeypatch):
     """So that a longer way at equal accuracy does not raise the loss."""
     draw = np.random.default_rng(0)
     x = draw.uniform(-1, 1, (400, 6)).astype(np.float32)
