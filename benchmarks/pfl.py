@@ -37,9 +37,10 @@ _VERSIONS = (
 )
 # What simulation.machine.keep_freed_memory asks of the C library, as its environment variables.
 _KEEP = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**62),
     "MALLOC_TOP_PAD_": str(2**26),
+    "MALLOC_ARENA_MAX": "1",
 }
 
 

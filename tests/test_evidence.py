@@ -352,9 +352,7 @@ def test_a_cell_counts_what_diverged_beyond_all_numbers():
 def test_the_page_is_held_against_the_papers_tables(tmp_path, monkeypatch):
     """A printed cell that the page lacks, an empty one, and one without its command are found."""
     monkeypatch.setattr(check, "TABLES", (("a.txt", r"Table 9\. ", r"$", "### Table 9"),))
-    monkeypatch.setattr(
-        check, "ALI", ((r"TABLE II:", r"$", ("R_s = R_c", "R_s = R_c/2")),)
-    )
+    monkeypatch.setattr(check, "ALI", ((r"TABLE II:", r"$", ("R_s = R_c", "R_s = R_c/2")),))
     text = "See Table 9. A:\nTable 9. Told.\nX 11.11±0.09 3.0e8\nSCAFFLOD 22.22 |||| 1.0e-2\n\n3"
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "ali-dpfl.txt").write_text("TABLE II:\nALI-DPFL 10.01 20.02 30.03 40.04\n\n5")

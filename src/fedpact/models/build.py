@@ -183,8 +183,7 @@ def _asks_for_more(module: nn.Module, x: Tensor, error: Exception) -> str:
     if any(getattr(one, "peft_type", "") == "PREFIX_TUNING" for one in settings):
         return (
             "prefix tuning puts keys and values in front of a text's own, which this model does "
-            "not take: choose another kind of adapter, as peft.LoraConfig or "
-            "peft.PromptTuningConfig"
+            "not take: choose another kind of adapter, as peft.LoraConfig"
         )
     if _reads_mask(module, x):
         whole = x.clone()

@@ -332,7 +332,9 @@ class PerSampleKernel:
                     found.add(torch.where(good, c, 0).to(total.dtype), good, total)
                 # Free it before the next pass is measured.
                 del found
-        return within(total.mul_(unit_of(clip)), clip, most).to(vector.dtype)
+        if (unit := unit_of(clip)) != 1:
+            total *= unit
+        return within(total, clip, most).to(vector.dtype)
 
 
 class PlainKernel:
