@@ -98,15 +98,15 @@ def variants(data: str) -> dict[str, tuple[Run, float]]:
     }
     for name, reading in readings(data).items():
         rate = reading.rate * (batch_size(data) if reading.undivided else 1)
-        run, own = fixed(data, "cnn", rate, 1), dict(reading.own)
-        if reading.noise < 1 and own.get("privacy.mode") != "none":
+        run, own, noise = fixed(data, "cnn", rate, 1), dict(reading.own), reading.noise
+        if noise < 1 and own.get("privacy.mode") != "none":
             # No noise to speak of stands for none, which no private run can have.
-            sigma = {"privacy.sigma": 1.1 * reading.noise or 1e-3, "privacy.epsilon": 1e9}
-            own = sigma | own
+            sigma = 1.1 * noise or 1e-3
+            own, noise = {"privacy.sigma": sigma, "privacy.epsilon": 1e9} | own, sigma / 1.1
         settings = (*run.settings, *overrides(own.items()))
         found[name] = (
             replace(run, name=f"variant {name}", settings=settings, looks=ROW),
-            (reading.noise),
+            noise,
         )
     return found | {"sum undivided, noise over B": (undivided(data, 1), 1 / batch_size(data))}
 

@@ -128,14 +128,16 @@ def tabulate(columns: Mapping[str, Cell], comparison: Comparison) -> TextTable:
 
 def figure_columns(comparison: Comparison) -> dict[str, Cell]:
     """Return the main table's columns. ε is the largest over sites and seeds, rounded up."""
-    return {
+    columns: dict[str, Cell] = {
         **_quality(comparison),
         "seeds": lambda entry: describe_seeds([run.seed for run in entry.runs]),
         "rounds": _numbers(_MEASURES["rounds"]),
         "bytes": _in_words(_MEASURES["bytes"], size),
         "seconds": _in_words(_MEASURES["seconds"], duration),
-        "": lambda entry: entry.statuses,
     }
+    if any(entry.statuses for entry in comparison.entries):
+        columns["status"] = lambda entry: entry.statuses
+    return columns
 
 
 def describe_seeds(seeds: Iterable[int]) -> str:
