@@ -201,7 +201,7 @@ def _variants(book: Book) -> str:
             near = _far(book, data, run)
             far = book.accuracy(run, ROW[-1]) if near is None else f"{near:.1f}"
             spent = book.values(run, run.looks[-1], "epsilon")
-            ratio = f"1/{1 / noise:.3g}" if 0 < noise < 1 else f"{noise:g}"
+            ratio = f"1/{float(f'{1 / noise:.3g}'):,g}" if 0 < noise < 1 else f"{noise:g}"
             rows.append([NAMES[data], name, far, ratio, f"{max(spent):,.4g}" if spent else ""])
     text = (
         "Root mean square distance in points to the printed row at τ = 1 (79, 122, 177, 231 and "
