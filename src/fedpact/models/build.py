@@ -190,7 +190,7 @@ def _asks_for_more(module: nn.Module, x: Tensor, error: Exception) -> str:
         whole[:, 1] = 1
         with keeping_modes(module), torch.no_grad(), suppress(Exception):
             module.eval()(whole)
-            return "it takes no text with padding: choose a model that reads an attention_mask"
+            return "it takes no text with padding: choose another model"
     return ""
 
 
@@ -227,14 +227,16 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
                 "such as one that begins with an embedding, and one text of a record; or store "
                 "measurements as float32"
             )
-        many, told = f"{count} made-up records", f" ({type(error).__name__}: {error})"
-        if why := _asks_for_more(module, x, error):
-            hint, told = why, ""
+        many = f"{count} made-up records"
         if count == 1:
             many = "a single made-up record, but accepts two,"
             hint = "let it take any number of records, and compute each by itself"
+        # A library's words stay: a model may need more and fail for another reason, as a long text.
+        if why := _asks_for_more(module, x, error):
+            hint = why
         raise ModelError(
-            f"model {name!r} does not accept {many} of shape {tuple(x.shape[1:])}: {hint}{told}"
+            f"model {name!r} does not accept {many} of shape {tuple(x.shape[1:])}: {hint} "
+            f"({type(error).__name__}: {error})"
         ) from error
     if drawn:
         raise ModelError(

@@ -81,8 +81,8 @@ def keep_freed_memory() -> None:
     """Let the C library reuse the memory of large vectors, in the whole process.
 
     By default glibc returns it to the system and gets zeroed pages again, which made encoding a
-    vector of 1.7 million numbers take seven times as long as copying it. Peak memory stays the
-    same within a few per cent.
+    vector of 1.7 million numbers take seven times as long as copying it. The process then keeps
+    what it has used once.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
