@@ -231,9 +231,8 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         if count == 1:
             many = "a single made-up record, but accepts two,"
             hint = "let it take any number of records, and compute each by itself"
-        # A library's words stay: a model may need more and fail for another reason, as a long text.
-        if why := _asks_for_more(module, x, error):
-            hint = why
+        # The library's words stay: what it lacks may not be why it fails, as at too long a text.
+        hint = _asks_for_more(module, x, error) or hint
         raise ModelError(
             f"model {name!r} does not accept {many} of shape {tuple(x.shape[1:])}: {hint} "
             f"({type(error).__name__}: {error})"
