@@ -81,16 +81,16 @@ def keep_freed_memory() -> None:
     """Let the C library reuse the memory of large vectors, in the whole process.
 
     By default glibc returns it to the system and gets zeroed pages again, which made encoding a
-    vector of 1.7 million numbers take seven times as long as copying it. The process then keeps
-    what it has used once.
+    vector of 1.7 million numbers take seven times as long as copying it. The process does not
+    shrink again.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
     # A thread's own heap cannot hold blocks of more than 64 MB.
-    own = (_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 2**26), (_ARENA_MAX, 1)
-    for option, value in own:
+    options = (_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 2**26), (_ARENA_MAX, 1)
+    for option, value in options:
         mallopt(option, value)
 
 

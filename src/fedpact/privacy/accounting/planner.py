@@ -79,8 +79,8 @@ def least_noise(
 NOISE: Final = 1.0
 """a, where the way is as long as noise allows."""
 TABLE_NOISE: Final = 0.25
-"""a of tables, chosen on records set aside: a larger one is hardly more accurate and has a larger
-loss, as long steps along clipped gradients make a model overconfident."""
+"""a of tables, chosen on records set aside. On a small table a larger one is no more accurate and
+has a larger loss, as long steps along clipped gradients make a model overconfident."""
 MOST_ROUNDS: Final = 100
 """Beyond, steps are short enough, and messages cost."""
 
