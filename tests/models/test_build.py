@@ -165,16 +165,31 @@ class OfMultipleChoice(PaddedNot):
         raise RuntimeError("its own words")
 
 
+class Short(PaddedNot):
+    def forward(self, input_ids, attention_mask):
+        return self.layer(input_ids + torch.arange(input_ids.shape[1]) * 4).mean(1)
+
+
 class Prefixed(OfMultipleChoice):
     peft_config = {"default": SimpleNamespace(peft_type="PREFIX_TUNING")}  # noqa: RUF012
 
     def get_base_model(self):
-        return self
+        return Short()
 
 
-class Paired(PaddedNot):
-    def forward(self, input_ids, attention_mask, pixel_values):
-        raise RuntimeError("its own words")
+class Paired(Short):
+    config = SimpleNamespace(vision_config=SimpleNamespace(image_size=8))
+
+    def forward(self, input_ids, attention_mask=None, pixel_values=None):
+        return pixel_values.mean((2, 3)) + input_ids.sum(1, keepdim=True)
+
+
+class Sized(PaddedNot):
+    main_input_name = "pixel_values"
+    default_cfg = {"input_size": (3, 8, 6)}  # noqa: RUF012
+
+    def forward(self, pixel_values):
+        return pixel_values.mean(2) @ torch.ones(6, 3)
 
 
 OfMultipleChoice.__name__ = "BertForMultipleChoice"
@@ -193,6 +208,14 @@ class Grouped(nn.Sequential):
         super().__init__(nn.Conv2d(3, 8, 4), nn.GroupNorm(8, 8), nn.Flatten(), nn.Linear(8, 3))
 
 
+class Unnamed(nn.Embedding):
+    def __init__(self):
+        super().__init__(9, 3)
+
+    def forward(self, x):
+        return (super().forward(x) + torch.zeros(7, 3)).mean(1)
+
+
 TEXT = torch.zeros(2, 5, dtype=torch.int64)
 
 
@@ -203,6 +226,10 @@ TEXT = torch.zeros(2, 5, dtype=torch.int64)
         ("Paired", TEXT, "it reads a text together with an image, and a record is one of the two"),
         ("Prefixed", TEXT, "prefix tuning puts keys and values in front"),
         ("PaddedNot", TEXT, "it takes no text with padding"),
+        ("Short", TEXT, "takes texts of at most 2 tokens: set records.length = 2 "),
+        ("Sized", torch.zeros(3, 8, 8), r"takes images of \(3, 8, 6\): resize"),
+        ("Paired", torch.zeros(3, 8, 8), "it reads a text together with an image"),
+        ("Unnamed", TEXT, r"is given \(2, 5\), tokens and their mask: name its inputs"),
         ("Shrunk", torch.zeros(1, 4, 4), "a layer normalises over a single number"),
         ("Grouped", torch.zeros(3, 4, 4), "a layer normalises over a single number"),
     ],

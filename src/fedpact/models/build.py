@@ -2,9 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,9 @@ from fedpact.common.errors import ModelError
 from fedpact.common.params import keeping_modes
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
-from fedpact.models.named_inputs import NamedInputs, is_span, with_named_inputs
+from fedpact.models.named_inputs import with_named_inputs
 from fedpact.models.prepare import find_obstacles, told_together
+from fedpact.models.remedies import explain_failure, explain_outputs, make_whole_text, reads_mask
 from fedpact.models.watched_pass import find_in_pass, with_lines
 
 _FORM = "factory(shape, classes) -> nn.Module, or factory()"
@@ -105,33 +105,6 @@ def _form(outputs: Any) -> tuple[int, ...] | str:
     return f"{type(outputs).__name__}{names}"
 
 
-def _advice(module: nn.Module, outputs: Any, length: int, classes: int, kind: str) -> str:
-    """Return what to do about outputs that do not fit. length: of a text."""
-    if is_span(outputs):
-        return (
-            'learn both ends by task = "tokens", with a label column of lists [start, end], '
-            f"records.length = {length} and a class for each place, classes = "
-            f"[str(k) for k in range({length})]"
-        )
-    wrapped = isinstance(module, NamedInputs)
-    names = module.names if wrapped else ()
-    by_token = "input_ids" in names and kind == "pixels"
-    if by_token and isinstance(outputs, Tensor) and outputs.dim() == 3:
-        _, own, places = outputs.shape
-        if places != length:
-            return f"give texts of the length that it answers to, records.length = {places}"
-        return f"name as many classes, as classes = [str(k) for k in range({own})]"
-    if names:
-        return (
-            f"give its configuration num_labels = {classes}, and take one with a head that "
-            "answers with logits, as AutoModelForSequenceClassification"
-        )
-    if not isinstance(outputs, Tensor):
-        return "return the logits alone, or as 'logits' of a dict"
-    taken = "; of what it returns the first tensor is taken, so return the logits first"
-    return f"let the factory size its last layer by `classes`{taken if wrapped else ''}"
-
-
 def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
     """Return the form of a training pass's answer, None if it fails."""
     held = {name: v.detach().clone() for name, v in module.named_buffers()}
@@ -146,63 +119,17 @@ def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
             m.training = training
 
 
-def _reads_mask(module: nn.Module, x: Tensor) -> bool:
-    """Whether records x [B, ...] are texts with a mask, which the model reads."""
-    return isinstance(module, NamedInputs) and x.dim() == 3 and "attention_mask" in module.names
-
-
-def _ones(module: nn.Module, x: Tensor) -> Tensor:
-    """Return ones in the form of x [B, ...]; of a text with a mask, the last token is padding."""
-    x = torch.ones_like(x)
-    if _reads_mask(module, x):
-        x[:, 1, -1] = 0
-    return x
-
-
-def _asks_for_more(module: nn.Module, x: Tensor, error: Exception) -> str:
-    """Return what a model that failed needs, and records x [B, ...] do not give; "" if unknown."""
-    if "Expected more than 1" in str(error):
-        return (
-            "a layer normalises over a single number, which makes 0 of it: give larger records, "
-            "or take a model that shrinks them less often"
-        )
-    if not isinstance(module, NamedInputs):
-        return ""
-    if {"input_ids", "pixel_values"} <= {*module.names}:
-        return (
-            "it reads a text together with an image, and a record is one of the two: choose a "
-            "model of texts, as AutoModelForSequenceClassification, or of images, as "
-            "AutoModelForImageClassification"
-        )
-    if module.called.endswith("MultipleChoice"):
-        return (
-            "it chooses among several texts, and a record is one text: make a record of each "
-            "choice, with a label of whether it is right, for AutoModelForSequenceClassification"
-        )
-    settings = getattr(module.model, "peft_config", {}).values()
-    if any(getattr(one, "peft_type", "") == "PREFIX_TUNING" for one in settings):
-        return (
-            "prefix tuning puts keys and values in front of a text's own, which this model does "
-            "not take: choose another kind of adapter, as peft.LoraConfig"
-        )
-    if _reads_mask(module, x):
-        whole = x.clone()
-        whole[:, 1] = 1
-        with keeping_modes(module), torch.no_grad(), suppress(Exception):
-            module.eval()(whole)
-            return "it takes no text with padding: choose another model"
-    return ""
-
-
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:
     count = len(x)
     try:
         with keeping_modes(module), torch.no_grad():
             module.eval()
+            if reads_mask(module, x):
+                x = make_whole_text(module, x)
             try:
                 outputs = module(x)
             except Exception:  # at an empty record, as one that looks for a last word does
-                x = _ones(module, x)
+                x = make_whole_text(module, x)
                 outputs = module(x)
             # Behind the first pass, in which lazy layers draw their weights.
             before, count = torch.default_generator.get_state(), 1
@@ -210,29 +137,9 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
         drawn = not torch.equal(before, torch.default_generator.get_state())
         trained = _in_training(module, x)
     except Exception as error:
-        hint = "choose a model that takes such records and nothing else, or give them another shape"
-        types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
-        if others := sorted(types - {"torch.float32"}):
-            hint = f"its weights are {', '.join(others)}: make them float32, as by .float()"
-        elif isinstance(module, NamedInputs) and module.lacks_decoder(x):
-            start = cast(Any, module.model).config.decoder_start_token_id
-            hint = (
-                "its decoder reads the text that it is to write, shifted by one token: add that "
-                'column, as data = data.map(lambda row: {"decoder_input_ids": '
-                f'[{start}, *row["labels"][:-1]]}})'
-            )
-        elif not x.is_floating_point():
-            hint = (
-                "whole numbers mean tokens: choose a model, and adapters, that take nothing else, "
-                "such as one that begins with an embedding, and one text of a record; or store "
-                "measurements as float32"
-            )
-        many = f"{count} made-up records"
-        if count == 1:
-            many = "a single made-up record, but accepts two,"
-            hint = "let it take any number of records, and compute each by itself"
-        # The library's words stay: what it lacks may not be why it fails, as at too long a text.
-        hint = _asks_for_more(module, x, error) or hint
+        alone = "a single made-up record, but accepts two,"
+        many = f"{count} made-up records" if count > 1 else alone
+        hint = explain_failure(module, x, count, error)
         raise ModelError(
             f"model {name!r} does not accept {many} of shape {tuple(x.shape[1:])}: {hint} "
             f"({type(error).__name__}: {error})"
@@ -260,7 +167,7 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
             "width)",
             "several": f"there are {classes} labels, so expected (2, {classes})",
         }.get(kind, f"the labels have {classes} classes, so expected (2, {classes})")
-        advice = _advice(module, outputs, x.shape[-1], classes, kind)
+        advice = explain_outputs(module, outputs, x.shape[-1], classes, kind)
         raise ModelError(f"model {name!r} answers a batch of 2 with {shape}: {many}; {advice}")
     if trained not in (None, shape):
         raise ModelError(

@@ -14,6 +14,7 @@ logits [B, T, T], of which the first two columns are those of start and end, and
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final, cast
 
 import torch
@@ -52,8 +53,8 @@ class NamedInputs(nn.Module):
         """Return the logits of records x: tokens [B, T] or [B, rows, T], or [B, ...]."""
         x = x.clone() if self._copied else x
         if _reads_an_end(self.model):
-            return _at_the_end(self.model, self._named(x))
-        output = self.model(**self._named(x)) if self.names else self.model(x)
+            return _at_the_end(self.model, self.named(x))
+        output = self.model(**self.named(x)) if self.names else self.model(x)
         if self._by_place and is_span(output):
             ends = torch.stack([output[name] for name in _SPAN], 2)
             return F.pad(ends, (0, ends.shape[1] - len(_SPAN)))
@@ -80,7 +81,22 @@ class NamedInputs(nn.Module):
         reads = "decoder_input_ids" in self.names and not _reads_an_end(self.model)
         return reads and not x.is_floating_point() and x.shape[1:-1] != (len(TOKENS),)
 
-    def _named(self, x: Tensor) -> dict[str, Tensor]:
+    def shifts_labels(self, x: Tensor) -> bool:
+        """Whether the library's own loss holds an answer against the next token's label.
+
+        x: made-up records of tokens. False where its loss is another one, or there is none.
+        """
+        if "labels" not in self.names or x.is_floating_point() or x.shape[-1] < 2:
+            return False
+        with keeping_modes(self), torch.no_grad(), suppress(Exception):
+            logits = self.eval()(x)
+            y = torch.arange(x.shape[-1]).remainder(logits.shape[1]).expand(len(x), -1)
+            found = self.model(**self.named(x), labels=y)["loss"]
+            return bool(torch.isclose(found, F.cross_entropy(logits[..., :-1], y[:, 1:]), 1e-4))
+        return False
+
+    def named(self, x: Tensor) -> dict[str, Tensor]:
+        """Return records x by the names of the model's inputs."""
         if x.is_floating_point() or "input_ids" not in self.names:
             main = getattr(self.model, "main_input_name", None)
             measured = (main, *(name for name in _MEASURED if name in self.names), *self.names)
