@@ -41,6 +41,8 @@ def _asked(tmp_path, task, x=X, model=None, **arrays):
     test = {"x_test": x[:20], "y_test": arrays["y"][:20]}
     np.savez(tmp_path / "own.npz", x=x, **arrays, **test)
     named = {} if model is None else {"model": f"{__name__}:{model}"}
+    if task["kind"] == "next_token":
+        named["records"] = {"vocabulary": 9}
     return {"data": str(tmp_path / "own.npz"), "rounds": 2, "task": task, **named}
 
 
@@ -51,9 +53,10 @@ def _asked(tmp_path, task, x=X, model=None, **arrays):
         ({"kind": "multi_label"}, SEVERAL, X, None),
         ({"kind": "segmentation"}, (IMAGES[:, 0] > 0).astype(int), IMAGES, "segmenter"),
         ({"kind": "tokens"}, TAGS, WORDS, "Tagger"),
+        ({"kind": "next_token"}, WORDS[:, 0], WORDS, "Speaker"),
         ({"kind": "classification"}, TAGS[:, 0], WORDS, "Reader"),
     ],
-    ids=["number", "several", "pixels", "tokens", "text"],
+    ids=["number", "several", "pixels", "tokens", "next", "text"],
 )
 def test_a_deployment_has_the_simulations_bits(federate, tmp_path, task, y, x, model):
     asked = _asked(tmp_path, task, x, model, y=y)
@@ -134,9 +137,9 @@ def segmenter(shape, classes):
 class Tagger(torch.nn.Module):
     """Tags every token of a text; its inputs have names."""
 
-    def __init__(self):
+    def __init__(self, tags=2):
         super().__init__()
-        self.words, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 2)
+        self.words, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, tags)
 
     def forward(self, input_ids, attention_mask):
         return {"logits": self.head(self.words(input_ids) * attention_mask[..., None])}
@@ -147,3 +150,10 @@ class Reader(Tagger):
 
     def forward(self, input_ids, attention_mask):
         return {"logits": super().forward(input_ids, attention_mask)["logits"].sum(1)}
+
+
+class Speaker(Tagger):
+    """Names the next token of each."""
+
+    def __init__(self):
+        super().__init__(9)

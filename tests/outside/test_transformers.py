@@ -162,6 +162,58 @@ def test_the_loss_of_a_record_is_the_librarys_own(kind):
         assert torch.allclose(found[j], own, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bart"])
+def test_a_next_tokens_loss_is_the_librarys_own(trained, kind):
+    """Labels name the tokens themselves, as collators write them, -100 where none is learned."""
+    make, ids = hf.AutoModelForCausalLM.from_config, TABLE["input_ids"]
+    labels = [[UNLABELLED, UNLABELLED, *row[2:]] for row in ids]
+    table = {"input_ids": ids, "labels": labels}
+    given = {"task": "next_token", "records": {"vocabulary": 50}}
+    result = trained(lambda: make(TEXT[kind]()), table, label="labels", **given)
+    model, own = result.model.model.eval(), []
+    for row, named in zip(ids, labels, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row])).logits[0]
+            if kind != "bart":  # whose loss takes labels that are shifted already
+                loss = model(input_ids=torch.tensor([row]), labels=torch.tensor([named])).loss
+                own.append(float(loss))
+                continue
+        own.append(float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(named[1:]))))
+    assert result.evaluate(table).loss == pytest.approx(np.mean(own), rel=1e-5)
+    assert result.evaluate({"input_ids": ids}, labels).loss == pytest.approx(np.mean(own), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_labels_that_a_library_shifts_need_the_task(trained, kind):
+    make = hf.AutoModelForCausalLM.from_config
+    table = {"input_ids": TABLE["input_ids"], "labels": TABLE["input_ids"]}
+    with pytest.raises(fedpact.FedpactError, match='set kind = "next_token"'):
+        trained(
+            lambda: make(TEXT[kind]()), table, label="labels", task="tokens",
+            classes=[str(k) for k in range(50)],
+        )  # fmt: skip
+
+
+LONG = {"input_ids": [[5 + j % 40] * 24 for j in range(48)], "label": LABELS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [("bert", 20), ("roberta", 18), ("gpt2", 20), ("bart", 20)]
+)
+def test_a_text_that_is_too_long_is_told_by_its_length(trained, kind, most):
+    """RoBERTa's positions begin behind its padding token's number."""
+    make = hf.AutoModelForSequenceClassification.from_config
+    with pytest.raises(fedpact.FedpactError, match=f"set records.length = {most} "):
+        trained(lambda: make(TEXT[kind]()), LONG, label="label")
+
+
+def test_an_image_of_another_size_is_told_the_models_own(trained):
+    make = hf.AutoModelForImageClassification.from_config
+    images = torch.randn(48, 3, 48, 48), torch.tensor(LABELS)
+    with pytest.raises(fedpact.FedpactError, match=r"takes images of \(3, 32, 32\)"):
+        trained(lambda: make(PICTURES["vit"]()), images)
+
+
 LONGER = {"factor": 32.0, "original_max_position_embeddings": 8192}
 SCALED = {
     "default": {},

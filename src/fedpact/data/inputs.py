@@ -20,11 +20,13 @@ from typing import Any, Final, cast
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as Items
-from torch.utils.data import IterableDataset, TensorDataset
 
 from fedpact.common.errors import DataError
+from fedpact.common.format import counted
 from fedpact.data.cells import (
+    SUFFIXES,
     Cells,
     Columns,
     NumberCells,
@@ -308,6 +310,43 @@ def _shape(thing: Any) -> tuple[int, ...] | None:
         return None
 
 
+def check_together(data: Any) -> None:
+    """Raise DataError if data are several sites' tables, pairs or files, or rows, not one table."""
+    named = isinstance(data, Mapping)
+    parts: list[Any] = [*data.values()] if named else [*data] if type(data) in (list, tuple) else []
+    several = bool(parts) and all(map(_is_sites, parts))
+    if type(data) is tuple and not all(isinstance(one, Mapping) for one in parts):
+        return  # records and their labels
+    if not several:
+        return
+    each = "name, one in data.items()" if named else "name, one in enumerate(data)"
+    made = "pandas.read_csv(one)" if isinstance(parts[0], str | Path) else "pandas.DataFrame(one)"
+    remedy = f'pandas.concat([{made}.assign(site=name) for {each}]) and site = "site"'
+    if isinstance(parts[0], tuple | DataLoader) or type(parts[0]).__module__.startswith("torch"):
+        remedy = "fedpact.from_arrays(x, y, site=...), with the site of each record"
+    rows = type(data) is list and all(isinstance(one, Mapping) for one in parts)
+    raise DataError(
+        f"data is a {type(data).__name__} of {counted(len(parts), 'dict' if rows else 'part')}: "
+        "expected the records of all sites as one table, with a column that says whose each record "
+        f"is. Write data = {remedy}"
+        + "; if each dict is one record, data = pandas.DataFrame(data)"
+        * rows
+    )
+
+
+def _is_sites(one: Any) -> bool:
+    """Whether a part of data is by itself a table, a file, or several records and their labels."""
+    if isinstance(one, str | Path):
+        return Path(one).suffix.lower() in SUFFIXES
+    if isinstance(one, tuple) and len(one) == 2:
+        x, y = one
+        alike = hasattr(x, "__len__") and hasattr(y, "__len__") and 1 < len(x) == len(y)
+        return alike and np.ndim(next(iter(y))) == 0 < np.ndim(next(iter(x)))
+    rows = isinstance(one, list) and bool(one) and isinstance(one[0], Mapping)
+    known = Mapping, Items, DataLoader
+    return rows or isinstance(one, known) or hasattr(one, "columns") or hasattr(one, "column_names")
+
+
 def columns_of(data: Any) -> Columns | None:
     """Return a table's columns; None if it is not a table."""
     named = getattr(data, "column_names", None)
@@ -317,7 +356,9 @@ def columns_of(data: Any) -> Columns | None:
         return None
     if isinstance(named, Mapping):
         parts = ", ".join(map(str, named))
-        raise DataError(f"{describe_value(data)} has the parts {parts}: give one of them")
+        raise DataError(
+            f"{describe_value(data)} has the parts {parts}: give one of them, or all as one table"
+        )
     keys = list(named)
     if len({str(key) for key in keys}) < len(keys):
         raise DataError(

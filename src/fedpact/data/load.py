@@ -27,7 +27,7 @@ from fedpact.data import public, targets
 from fedpact.data.cells import SUFFIXES, check_suffix, read_npz
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset, RecordFilter, left_out_error, with_columns
-from fedpact.data.inputs import check_shape, columns_of, read_declared, read_table
+from fedpact.data.inputs import check_shape, check_together, columns_of, read_declared, read_table
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.tables import (
     Table,
@@ -197,7 +197,7 @@ def dataset_of(
         _check_left(tables)
     tables = [targets.token_labels(table, x, form) for table, x in zip(tables, xs, strict=True)]
     main, sieve = tables[0], tables[0].sieve
-    if classes is None and is_next_token(main.roles.get("label")):
+    if classes is None and is_next_token(main.roles.get("label"), form.target.next):
         if not form.vocabulary:
             raise DataError(
                 f"data set {name}: each token's label is the next token: expected the number of "
@@ -359,6 +359,11 @@ def from_python(
     target: the type of labels. records, label, site, person: as declared in a plan. Raises
     DataError: not an accepted object (see inputs), or one that does not match the declaration.
     """
+    if isinstance(data, Dataset) and target is not None and target.next:
+        raise DataError(
+            f'task.kind = "next_token" with data set {data.name}, whose labels are read already: '
+            "pass its table or its arrays (x, y) themselves, which are read for the task"
+        )
     if isinstance(data, Dataset) and test is None:
         return replace(data)  # held against the plan's form anew, whatever it was made by
     form = records.shared(target)
@@ -368,15 +373,10 @@ def from_python(
         )
         found = replace(found, name=Path(data).name)
         return found if test is None else _add_test(found, test, label, form)
-    if count := _count_sites(data):
-        raise DataError(
-            f"data is a {type(data).__name__} of {count} tables or pairs: expected the records of "
-            "all sites as one table; put them into one, with a column that says whose each record "
-            'is, and name it: site = "hospital"'
-        )
     if isinstance(data, Mapping) and _is_split(data):
         test = _test_of(data) if test is None else test
         return from_python(data["train"], records, label, site, person, test, target)
+    check_together(data)
     main = read_table(data, form, label, site, person)
     main.sieve.origin = name = "table" if main.labels == "names" else "arrays"
     if test is None or main.features or main.column or isinstance(test, str | Path):
@@ -388,22 +388,6 @@ def from_python(
         )
     tables = [main, read_table(test, form, origin="test")]
     return dataset_of(name, tables, records.classes, form)
-
-
-def _count_sites(data: Any) -> int:
-    """Return the number of sites in a dict or list of tables or pairs (x, y); 0 for others."""
-    parts = data if isinstance(data, list) else []
-    if isinstance(data, Mapping) and not _is_split(data):
-        parts = [*data.values()]
-
-    def apart(one: Any) -> bool:
-        """Whether it is a table, or several records and their labels, not a single one."""
-        if not (isinstance(one, tuple) and len(one) == 2):
-            return hasattr(one, "columns")
-        x, y = (getattr(each, "shape", ()) for each in one)
-        return len(x) > 1 and len(y) == 1 and x[0] == y[0]
-
-    return len(parts) if parts and all(map(apart, parts)) else 0
 
 
 def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -> Dataset:

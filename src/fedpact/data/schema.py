@@ -183,6 +183,8 @@ class LabelForm(BaseModel):
     """The least that a number can be; what is below becomes it."""
     high: float = 1.0
     """The most that a number can be."""
+    next: bool = False
+    """Whether the label of a token is the next token's, whose own the labels name."""
 
 
 class RecordForm(ValueRange):

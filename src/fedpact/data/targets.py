@@ -28,7 +28,7 @@ from fedpact.data.cells import Cells, NumberCells, is_blank, list_some, text_of
 from fedpact.data.dataset import BEYOND_LABELS, NO_NUMBER, RecordFilter
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.tables import Table
-from fedpact.data.tokens import is_tokens, read_token_labels
+from fedpact.data.tokens import is_next_token, is_tokens, next_labels, read_token_labels
 
 _FEW: Final = 20
 """Up to so many classes are plausible for any number of records."""
@@ -83,7 +83,8 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
             f"data set {name}: its tokens' labels are numbers up to {largest}, and "
             f"{list_some(map(str, never))} never occur: expected all classes of the model by name, "
             f"as classes = [str(k) for k in range({largest + 1})], or of a language model as many "
-            "as its vocabulary has; -100 is where a token has no label"
+            "as its vocabulary has; -100 is where a token has no label. A causal language model "
+            'learns by task.kind = "next_token", and needs records.vocabulary alone'
         )
     if never:
         _tell_never(name, never, largest, pixels=kind == "pixels")
@@ -348,12 +349,23 @@ def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.nd
 def token_labels(table: Table, x: np.ndarray, form: RecordForm) -> Table:
     """Return a table with labels of tokens [n, T]; unchanged if a record has one label.
 
-    x: its records [n, rows, T].
+    x: its records [n, rows, T]. Raises DataError: a next token is asked for, of other records.
     """
-    if form.target.kind != "pixels" or not is_tokens(table.features) or table.y is None:
+    if form.target.kind != "pixels" or table.y is None:
         return table
-    y = read_token_labels(table.y, x, table.roles["label"], table.sieve)
-    return replace(table, y=y, labels=None)
+    y, label = table.y, table.roles.get("label")
+    if is_tokens(table.features):
+        y = read_token_labels(y, x, label or "label", table.sieve)
+        table = replace(table, y=y, labels=None)
+    if not is_next_token(label, form.target.next):
+        return table
+    if x.dtype.kind != "i" or not isinstance(y, np.ndarray) or y.shape != (len(x), x.shape[-1]):
+        raise DataError(
+            f"{table.sieve.origin}: the next token is to be learned, of records of "
+            f"{x.dtype} {x.shape[1:]}: expected tokens, whole numbers [T] or [rows, T], with a "
+            "label for each"
+        )
+    return replace(table, y=next_labels(y, x))
 
 
 def check_places(name: str, kind: str, y: Any, shape: tuple[int, ...]) -> None:

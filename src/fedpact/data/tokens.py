@@ -100,9 +100,25 @@ def read_tokens(
     return x
 
 
-def is_next_token(label: str | None) -> bool:
-    """Whether the label of each token is the next token."""
-    return label == _IDS
+def is_next_token(label: str | None, declared: bool = False) -> bool:
+    """Whether the label of each token is the next token. declared: by the task."""
+    return declared or label == _IDS
+
+
+def next_labels(y: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return for each token the label of the next, [n, T], UNLABELLED for the last and in padding.
+
+    x: records [n, T] or [n, rows, T].
+    """
+    y = np.concatenate([y[:, 1:], np.full_like(y[:, :1], UNLABELLED)], 1)
+    if _has_mask(x):
+        y[:, :-1][x[:, 1, 1:] == 0] = UNLABELLED
+    return y
+
+
+def _has_mask(x: np.ndarray) -> bool:
+    """Whether the labels of records x [n, ..., T] belong to tokens with a mask."""
+    return x.ndim == 3 and 1 < x.shape[1] < len(TOKENS)
 
 
 def read_token_labels(
@@ -112,7 +128,7 @@ def read_token_labels(
 
     cells: for each record a list of a whole number for each token. x: records [n, rows, T]; padding
     has no label. Of a decoder's tokens no mask is known, so that their lists name all labels.
-    label: the column; if it is the tokens', labels are the next tokens.
+    label: the column.
     """
     y = np.full((len(x), x.shape[-1]), UNLABELLED, np.int64)
     for place, cell in enumerate(cells):
@@ -121,11 +137,8 @@ def read_token_labels(
             sieve.leave_out(place, label, "is not a list of whole numbers, one for each token")
             continue
         y[place, : len(row)] = row[: y.shape[1]]
-    if x.shape[1] < len(TOKENS):
+    if _has_mask(x):
         y[x[:, 1] == 0] = UNLABELLED
-    if is_next_token(label):
-        y[:, :-1] = y[:, 1:]
-        y[:, -1:] = UNLABELLED
     return y
 
 

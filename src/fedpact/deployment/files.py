@@ -18,6 +18,7 @@ from fedpact.common.configuration import plan_error
 from fedpact.common.errors import PlanError
 from fedpact.common.files import check_out, replacing, safe_name
 from fedpact.common.format import toml, toml_key
+from fedpact.common.losses import UNLABELLED
 from fedpact.common.run_folder import RUN, Folder
 from fedpact.data.schema import RecordForm
 from fedpact.data.targets import check_places, unscale
@@ -459,8 +460,10 @@ def _write_site(
 
 
 def _labels(scene: SimulationSetup, y: Tensor) -> np.ndarray:
-    """Return labels as stored in a file: numbers in their original units and range."""
+    """Return labels as stored in a file: numbers in their own units, of tokens the tokens' own."""
     target = scene.plan.task.target
+    if target.next:
+        return torch.nn.functional.pad(y[:, :-1], (1, 0), value=UNLABELLED).numpy()
     if target.kind != "number":
         return y.numpy()
     return np.clip(unscale(y.double().numpy(), target), target.low, target.high)

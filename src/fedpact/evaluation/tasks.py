@@ -78,11 +78,14 @@ def check_loss(
             )
 
 
-TaskKind = Literal["classification", "multi_label", "regression", "segmentation", "tokens"]
+TaskKind = Literal[
+    "classification", "multi_label", "regression", "segmentation", "tokens", "next_token"
+]
 
 _TARGETS: Final[dict[str, Any]] = {
     **{task: kind for kind, task in TASK_BY_LABELS.items()},
     "tokens": "pixels",
+    "next_token": "pixels",
 }
 _FORM: Final = "loss(outputs [B, ...], labels [B, ...]) -> losses [B]"
 
@@ -94,7 +97,8 @@ class TaskSettings(BaseModel):
     kind: TaskKind = "classification"
     """"classification"; "multi_label", arrays of 0 and 1 for each of several labels;
     "regression", a number; "segmentation", a class for each pixel of an image, whose loss is
-    the mean over its pixels; "tokens", a class for each token of a text, or the next token."""
+    the mean over its pixels; "tokens", a class for each token of a text; "next_token", the next
+    token of each, where the label column names the tokens, and -100 for those not learned."""
     range: list[float] | None = Field(default=None, min_length=2, max_length=2)
     """For regression, the smallest and largest possible label; labels are clamped to it and
     mapped to -1..1."""
@@ -152,7 +156,8 @@ class TaskSettings(BaseModel):
     def target(self) -> LabelForm:
         """The form of a record's label."""
         low, high = self.range or (-1.0, 1.0)
-        return LabelForm(kind=_TARGETS[self.kind], low=low, high=high)
+        after = self.kind == "next_token"
+        return LabelForm(kind=_TARGETS[self.kind], low=low, high=high, next=after)
 
     @property
     def own_code(self) -> list[str]:

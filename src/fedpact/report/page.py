@@ -211,7 +211,7 @@ def _learning_cards(run: RunSummary) -> list[CardFigure]:
             note += counted(records, "test record")
         if against := against_majority_class(last.accuracy, run.summary.get("commonest")):
             note += f"; {against}"
-        worse = first.round == 0 and not last.loss <= first.loss
+        worse = first.round == 0 and not (last.loss or 0.0) <= (first.loss or 0.0)
         if worse:
             note += f"; a loss of {number(first.loss)} before training: lower the learning rate"
         headline = headline_metric(last.accuracy, last.loss)

@@ -37,7 +37,7 @@ from fedpact.data.features.stage import FeatureStage
 from fedpact.data.inputs import check_shape, read_declared
 from fedpact.data.schema import RecordForm
 from fedpact.data.tables import Table, labels_of, of_arrays, read_numbers
-from fedpact.data.targets import ambiguous, read_labels, unscale
+from fedpact.data.targets import ambiguous, read_labels, token_labels, unscale
 from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.metrics import evaluate, find_display
 from fedpact.plan import Plan
@@ -91,11 +91,11 @@ class RecordedForm:
 
 
 def _read_targets(
-    table: Table, classes: Sequence[str], form: RecordForm
+    table: Table, x: Tensor, classes: Sequence[str], form: RecordForm
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a table's labels in training's form, and which of them are valid, [n].
 
-    Raises DataError: labels are missing, or not one for each record.
+    x: its records [n, ...]. Raises DataError: labels are missing, or not one for each record.
     """
     count = table.sieve.count
     if table.y is None:
@@ -106,7 +106,8 @@ def _read_targets(
     if len(table.y) != count:
         raise DataError(f"there are {len(table.y)} labels for {count} records: give one each")
     sieve = RecordFilter("labels", count, table.sieve.first)
-    y = read_labels(replace(table, sieve=sieve), classes, form)
+    table = token_labels(replace(table, sieve=sieve), x.numpy(), form)
+    y = read_labels(table, classes, form)
     sieve.warn(values=True)
     return y, sieve.good
 
@@ -376,17 +377,18 @@ class Predictor:
     def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
         """Return the model's scores on the records that can be used.
 
-        labels: the classes' names or numbers [n]; None if the records have labels, as in a file, a
-        table with the plan's label column, or pairs (x, y).
+        labels: the classes' names or numbers [n], of tokens a list for each record; None if the
+        records have labels, as in a file, a table with the plan's label column, or pairs (x, y).
         Raises DataError: no labels, or no record that can be used.
         """
         x, table, form = self._read(records)
         if labels is not None:
             # Of a table's records a number that is also a class's name means that class.
             named = table.labels == "names" and ambiguous(self.form.classes)
-            array = labels_of("labels", "y", labels, form.target.kind, x.ndim)
-            table = replace(table, y=array, labels="names" if named else None)
-        y, good = _read_targets(table, self.form.classes, form)
+            if not is_tokens(table.features):  # whose labels are lists of any length
+                labels = labels_of("labels", "y", labels, form.target.kind, x.ndim)
+            table = replace(table, y=labels, labels="names" if named else None)
+        y, good = _read_targets(table, x, self.form.classes, form)
         x, used = self._staged(x, table)
         both = used & good
         if not both.any():

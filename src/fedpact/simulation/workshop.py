@@ -16,11 +16,13 @@ from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.common.user_code import is_own
+from fedpact.data.tokens import is_next_token
 from fedpact.evaluation.metrics import check_measures
 from fedpact.evaluation.tasks import check_loss
 from fedpact.models.adapters import check_adapters
 from fedpact.models.build import build
 from fedpact.models.initial import check_apart, check_repeated, fill
+from fedpact.models.named_inputs import NamedInputs
 from fedpact.models.views import Views
 from fedpact.models.watched_pass import with_lines
 from fedpact.models.zoo import check_vocabulary
@@ -181,9 +183,24 @@ class TrainingSetup:
         if self.plan.privacy.mode != "none":
             self.plan.initial.check_drawn(name, one, self._drawn(seed ^ 1))
         check_apart(name, one, again)
+        self._check_shift(one)
         for module in (one, again) if self.start is not None else ():
             fill(module, self.start or {})
         check_repeated(name, one, again)
+
+    def _check_shift(self, module: nn.Module) -> None:
+        """Raise ModelError if the model's library would shift labels that are used as they are."""
+        plan, text = self.plan, self.example[None].expand(2, *self.example.shape)
+        if plan.task.kind != "tokens" or is_next_token(plan.label):
+            return
+        if isinstance(module, NamedInputs) and module.shifts_labels(torch.ones_like(text)):
+            raise ModelError(
+                f"model {module.called} learns the next token: its own loss shifts the labels by "
+                "one, and those of task.kind = 'tokens' are used as they are, so that it would "
+                'learn to repeat its input: set kind = "next_token" (task="next_token" in Python), '
+                "with records.vocabulary and a label column that holds the tokens themselves, as "
+                '"labels" or "input_ids"'
+            )
 
     def check_labels(self, y: Tensor) -> None:
         """Try outputs and metrics on dummy records with labels like y [n, ...].
