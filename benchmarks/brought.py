@@ -24,7 +24,7 @@ from torch import Tensor
 
 import fedpact
 from benchmarks import provenance, steps
-from benchmarks.brought_models import CLASSES, LENGTH, TOKENS, Brought, catalogue
+from benchmarks.brought_models import CLASSES, Brought, catalogue
 from benchmarks.child import call
 from benchmarks.machine import describe
 from benchmarks.problems import Problem
@@ -33,7 +33,6 @@ from fedpact.models.named_inputs import with_named_inputs
 
 RESULTS = Path(__file__).parent / "brought.json"
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "hugging-face.md"
-_BATCH = 16
 _TURNS = 3
 _METHODS = {
     "private": steps.kernel_step,
@@ -51,8 +50,8 @@ class _Problem(Problem):
         if not self.vocabulary:
             return x, y
         x = x.clamp(min=3)
-        lengths = LENGTH - torch.arange(count) % 8
-        x[:, 1] = (torch.arange(LENGTH) < lengths[:, None]).long()
+        length = x.shape[-1]
+        x[:, 1] = (torch.arange(length) < length - (torch.arange(count) % 8)[:, None]).long()
         return x, y
 
 
@@ -65,9 +64,9 @@ def _problem(one: Brought, batch_norm: bool) -> Problem:
         record = torch.zeros(shape, dtype=dtype)
         return with_named_inputs(model, record, "pixels" if one.pixels else "class").train()
 
-    tokens = TOKENS if one.form == "tokens" else 0
+    tokens = one.tokens if one.form == "tokens" else 0
     return _Problem(
-        one.name, one.shape, factory, classes=CLASSES, vocabulary=tokens, pixels=one.pixels
+        one.name, one.shape, factory, classes=one.classes, vocabulary=tokens, pixels=one.pixels
     )
 
 
@@ -98,10 +97,12 @@ def _run(one: Brought, *, prepared: bool) -> dict[str, Any]:
         return fedpact.prepare(one.make(), batch_norm="group").model
 
     x, y = _problem(one, False).records(24)
-    y[: 4 * CLASSES] = torch.arange(4 * CLASSES).view(-1, *[1] * (y.dim() - 1)) % CLASSES
     settings: dict[str, Any] = {"sites": 2, "rounds": 1, "sampling_rate": 0.5}
-    if one.pixels:
-        settings["task"] = "segmentation"
+    if one.pixels and one.form == "tokens":
+        settings |= {"task": "next_token", "records": {"vocabulary": one.tokens}}
+    else:
+        y[: 4 * CLASSES] = torch.arange(4 * CLASSES).view(-1, *[1] * (y.dim() - 1)) % CLASSES
+        settings["task"] = "segmentation" if one.pixels else "classification"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         try:
@@ -117,11 +118,11 @@ def _run(one: Brought, *, prepared: bool) -> dict[str, Any]:
 def _timed(one: Brought) -> dict[str, Any]:
     """Return each method's step over a plain one's, its median over turns; or why there is none."""
     problem = _problem(one, True)
-    works = {"plain": steps.plain(problem, _BATCH)}
+    works = {"plain": steps.plain(problem, one.batch)}
     found: dict[str, Any] = {}
     for method, make in _METHODS.items():
         try:
-            works[method] = make(problem, _BATCH)
+            works[method] = make(problem, one.batch)
             works[method]()
         except Exception as error:  # whatever another library may raise
             works.pop(method, None)
@@ -172,7 +173,8 @@ def _table(stored: dict[str, Any]) -> list[str]:
     lines = [
         "Times of a step in units of a plain step of the same model, beside PyTorch's `vmap` and "
         "Opacus by hooks and by ghost norms. The models are small random configurations, with "
-        f"{_BATCH} records and one thread; the median of {_TURNS} turns on a busy machine, by "
+        "16 records and one thread, those under `sizes` larger, with the batch and the length or "
+        f"side in their names; the median of {_TURNS} turns on a busy machine, by "
         "processor time. A dash stands where the other library failed. `prepare` has replaced "
         "BatchNorm. MiB are those of a private step beside a plain one. Made by "
         f"`python -m benchmarks.brought` ({machines}); `benchmarks/brought.json` has the commit "

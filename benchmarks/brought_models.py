@@ -18,8 +18,9 @@ _SIDE = 32
 class Brought:
     """A model and the records that it takes.
 
-    form: "tokens" [2, LENGTH] with their mask, "image" [channels, side, side], or "volume"
-    [channels, side, side, side]. pixels: it classifies every pixel.
+    form: "tokens" [2, length] with their mask, "image" [channels, side, side], or "volume"
+    [channels, side, side, side]. pixels: it classifies every pixel, or names the next token of
+    each. batch: the number of records of a step. tokens: the size of the vocabulary.
     """
 
     library: str
@@ -29,18 +30,22 @@ class Brought:
     channels: int = 3
     side: int = _SIDE
     pixels: bool = False
+    batch: int = 16
+    classes: int = CLASSES
+    tokens: int = TOKENS
+    length: int = LENGTH
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of a record."""
         if self.form == "tokens":
-            return (2, LENGTH)
+            return (2, self.length)
         return (self.channels, *[self.side] * (3 if self.form == "volume" else 2))
 
 
 def catalogue() -> dict[str, Brought]:
     """Return every model by "library/name"."""
-    found = [*_text(), *_images(), *_torchvision(), *_timm(), *_monai()]
+    found = [*_text(), *_images(), *_torchvision(), *_timm(), *_monai(), *_sized()]
     return {f"{one.library}/{one.name}": one for one in found}
 
 
@@ -352,3 +357,32 @@ def _monai() -> Iterator[Brought]:
     yield Brought("MONAI", "UNet, 3D", _of(
         of, "UNet", **solid, channels=(4, 8, 16), strides=(2, 2), num_res_units=1
     ), "volume", 1, 16, pixels=True)  # fmt: skip
+
+
+def _sized() -> Iterator[Brought]:
+    """Larger models in full and with LoRA, and a ResNet at several batches and sizes of images."""
+    bert = {
+        "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 1024, "num_labels": CLASSES,
+    }  # fmt: skip
+    full = _hugging("Bert", "SequenceClassification", bert)
+    text: dict[str, Any] = {"form": "tokens", "length": 64}
+    for name, make in (("", full), (", LoRA", _lora(full, "SEQ_CLS", ["query", "value"]))):
+        yield Brought("sizes", f"BERT, 4 layers, 16 x 64{name}", make, tokens=30522, **text)
+    full = _hugging("GPT2", "CausalLM", {})
+    words = {"tokens": 50257, "classes": 50257, "pixels": True, "batch": 4}
+    for name, make in (("", full), (", LoRA", _lora(full, "CAUSAL_LM", ["c_attn"]))):
+        yield Brought("sizes", f"GPT-2 small, tied head, 4 x 64{name}", make, **text, **words)
+    for batch, side in ((8, 32), (32, 32), (16, 64)):
+        make = _of("torchvision.models", "resnet18", num_classes=CLASSES)
+        yield Brought("sizes", f"ResNet-18, {batch} x {side} px", make, side=side, batch=batch)
+
+
+def _lora(base: Callable[[], nn.Module], task: str, layers: list[str]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        peft: Any = importlib.import_module("peft")
+        return peft.get_peft_model(
+            base(), peft.LoraConfig(r=8, task_type=task, target_modules=layers)
+        )
+
+    return make
