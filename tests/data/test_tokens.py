@@ -173,8 +173,9 @@ def test_each_token_has_a_label_and_padding_none():
 def test_the_label_of_a_token_may_be_the_next_one():
     form = PlanRecords(vocabulary=8, length=3)
     found = from_python({"input_ids": IDS}, form, "input_ids", target=TOKENS)
-    assert found.x[:, 0].tolist() == padded(IDS, 3)
-    assert found.y.tolist() == [[3, -100, -100], [4, 6, -100], [-100] * 3, [2, -100, -100]]
+    # The third record has no second token.
+    assert found.x[:, 0].tolist() == padded([IDS[0], IDS[1], IDS[3]], 3)
+    assert found.y.tolist() == [[3, -100, -100], [4, 6, -100], [2, -100, -100]]
     assert len(found.classes) == 8
     with pytest.raises(DataError, match=r"records\.vocabulary"):
         from_python({"input_ids": IDS}, PlanRecords(), "input_ids", target=TOKENS)
@@ -220,3 +221,70 @@ def test_invalid_arrays_and_images_in_a_file_are_left_out(tmp_path, kind, bad):
     assert torch.equal(load_dataset(str(path), "y").x, expected)
     own = load_site(path, "y", ("a", "b"), (3, 4, 3), "float32", form)[0]
     assert torch.equal(own.x, expected)
+
+
+NEXT = LabelForm(kind="pixels", next=True)
+
+
+@pytest.mark.parametrize("name", ["label", "input_ids"])
+def test_next_tokens_are_read_from_the_tokens_themselves(name):
+    """Of a column of labels, of the tokens, and of arrays with their mask."""
+    ids = [[5, 3], [2, 4, 6], [7, 1]]
+    table = {"input_ids": ids, "label": [[-100, 3], *ids[1:]]}
+    found = from_python(table, PlanRecords(vocabulary=8), name, target=NEXT)
+    assert found.y.tolist() == [[3, -100, -100], [4, 6, -100], [1, -100, -100]]
+    arrays = found.x.numpy(), found.x[:, 0].numpy()
+    again = from_python(arrays, PlanRecords(vocabulary=8), target=NEXT)
+    assert again.y.tolist() == found.y.tolist()
+    assert again.next
+
+
+def test_a_record_without_any_labelled_token_is_left_out():
+    """With the next token as label, also one that has a single token."""
+    table = {"input_ids": IDS, "label": [[1, 0], [-100] * 3, [1], [0, 1]]}
+    assert len(from_python(table, PlanRecords(), "label", target=TOKENS).y) == 3
+    table["label"] = IDS
+    assert len(from_python(table, PlanRecords(vocabulary=8), "label", target=NEXT).y) == 3
+    cut = PlanRecords(vocabulary=8, length=1)
+    with pytest.raises(DataError, match=r"if records\.length cuts them away"):
+        from_python(table, cut, "label", target=NEXT)
+
+
+@pytest.mark.parametrize("labels", [[0], [0, 1, 0, 1], [0, 1, 0, 1, 1]], ids=len)
+def test_as_many_labels_as_tokens_are_asked_for(labels):
+    """Or as many as the padded record has, or two, the ends of a span."""
+    table = {"input_ids": [[5, 3, 2], [2, 4, 6, 1]], "label": [labels, [1, 1, 0, 0]]}
+    found = from_python(table, PlanRecords(most_left_out=1.0), "label", target=TOKENS)
+    assert len(found.y) == (2 if len(labels) == 4 else 1)
+
+
+def test_lists_that_no_record_has_are_named(caplog):
+    boxes = [[[0, 0, 1, 1]] * len(row) for row in IDS]
+    from_python({**TABLE, "bbox": boxes}, PlanRecords(), "label")
+    assert "the lists of bbox are not used" in caplog.text
+
+
+def test_labels_that_copy_the_tokens_are_warned_of(caplog):
+    table = {"input_ids": IDS, "label": [[-100, *row[1:]] for row in IDS]}
+    classes = PlanRecords(classes=[*"01234567"])
+    from_python(table, classes, "label", target=TOKENS)
+    assert "learned by copying it" in caplog.text
+    caplog.clear()
+    table["label"] = [[-100, *(t % 2 for t in row[1:])] for row in IDS]
+    from_python(table, classes, "label", target=TOKENS)
+    assert "learned by copying it" not in caplog.text
+
+
+def test_a_table_has_lists_of_several_labels():
+    table = {"a": [0.1, 0.2, 0.3, 0.4], "label": [[0, 1], [1, 1], [1, 0], [0, 0]]}
+    found = from_python(table, PlanRecords(), "label", target=LabelForm(kind="several"))
+    assert found.y.tolist() == table["label"]
+    table["label"] = [[0, 1], [1], [1, 0], [0, 0]]
+    with pytest.raises(DataError, match="'multi_label'"):
+        from_python(table, PlanRecords(), "label", target=LabelForm(kind="several"))
+
+
+def test_no_class_is_called_minus_a_hundred():
+    table = {"a": [0.1, 0.2, 0.3], "label": [0, 1, -100]}
+    with pytest.raises(DataError, match="a label is -100, which means none in torch"):
+        from_python(table, PlanRecords(), "label")

@@ -194,6 +194,60 @@ def test_labels_that_a_library_shifts_need_the_task(trained, kind):
         )  # fmt: skip
 
 
+READERS = {
+    "masked": lambda: hf.AutoModelForMaskedLM.from_config(TEXT["bert"]()),
+    "no decoder": lambda: hf.AutoModelForCausalLM.from_config(TEXT["bert"]()),
+    "tagger": lambda: hf.BertForTokenClassification(hf.BertConfig(**{**BERT, "num_labels": 50})),
+}
+
+
+@pytest.mark.parametrize("make", READERS.values(), ids=READERS)
+def test_a_model_that_reads_ahead_learns_no_next_token(trained, make):
+    table = {"input_ids": TABLE["input_ids"], "labels": TABLE["input_ids"]}
+    given = {"label": "labels", "task": "next_token", "records": {"vocabulary": 50}}
+    with pytest.raises(fedpact.FedpactError, match="reads the token that it is to name"):
+        trained(make, table, **given)
+
+
+def test_a_decoder_learns_what_it_writes_by_its_own_labels(trained):
+    make, ids = hf.AutoModelForSeq2SeqLM.from_config, TABLE["input_ids"]
+    table = {"input_ids": ids, "decoder_input_ids": [[0, *r[:-1]] for r in ids], "labels": ids}
+    given = {"label": "labels", "task": "next_token", "records": {"vocabulary": 50}}
+    with pytest.raises(fedpact.FedpactError, match="reads the token that it is to name"):
+        trained(lambda: make(TEXT["t5"]()), table, **given)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_adapters_do_not_hide_that_labels_are_shifted(trained, prompt):
+    peft = pytest.importorskip("peft")
+    kind = peft.PromptTuningConfig if prompt else peft.LoraConfig
+    given = {"num_virtual_tokens": 3} if prompt else {"target_modules": ["c_attn"]}
+
+    def make():
+        base = hf.AutoModelForCausalLM.from_config(TEXT["gpt2"]())
+        return peft.get_peft_model(base, kind(task_type="CAUSAL_LM", **given))
+
+    table = {"input_ids": TABLE["input_ids"], "labels": TABLE["input_ids"]}
+    with pytest.raises(fedpact.FedpactError, match='set kind = "next_token"'):
+        trained(make, table, label="labels", task="tokens", classes=[str(k) for k in range(50)])
+
+
+@pytest.mark.parametrize("token", [1, 7])
+def test_single_tokens_of_a_table_are_trained(trained, token):
+    """Which the made-up records of a check need not hold."""
+    peft = pytest.importorskip("peft")
+
+    def make():
+        base = hf.AutoModelForCausalLM.from_config(TEXT["llama"]())
+        settings = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[token]
+        )
+        return peft.get_peft_model(base, settings)
+
+    given = {"label": "input_ids", "task": "next_token", "records": {"vocabulary": 50}}
+    trained(make, {"input_ids": TABLE["input_ids"]}, **given)
+
+
 LONG = {"input_ids": [[5 + j % 40] * 24 for j in range(48)], "label": LABELS}
 
 

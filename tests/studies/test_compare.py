@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from tests.studies import stand_in
 
 import fedpact
@@ -228,3 +229,25 @@ def test_ctrl_c_ends_after_the_round_and_reruns_continue(
     (entry,) = comparison.entries
     assert entry.missing == {}
     assert entry.runs[0].last.round == 120
+
+
+class Speaker(torch.nn.Module):
+    """Names the next of nine tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> object:
+        return {"logits": self.head(self.words(input_ids) * attention_mask[..., None])}
+
+
+def test_texts_of_ones_own_are_compared_and_failures_are_logged(tmp_path, caplog) -> None:
+    given = {"rounds": 1, "sites": 2, "task": "next_token", "label": "labels"}
+    given["records"] = {"vocabulary": 9}
+    plan, broken = Plan.parse(given), Plan.parse({**given, "local": {"head": 999}})
+    ids = [[1 + k % 7, 2, 3, 1 + k % 5] for k in range(24)]
+    plans, data = {"a": plan, "b": broken}, {"input_ids": ids, "labels": ids}
+    found = fedpact.compare(plans, 1, tmp_path / "c", model=Speaker, data=data)
+    assert len(found.runs) == 1
+    assert "b with seed 0 failed: " in caplog.text

@@ -237,6 +237,9 @@ def left_out_error(sieve: RecordFilter, instead: str = "") -> DataError:
 NO_NUMBER: Final = "is not a number, as labels are here"
 """Of a label, where the task is to learn numbers."""
 
+NO_PLACE_LABELLED: Final = "names no token or pixel's label"
+"""Of labels that are all losses.UNLABELLED."""
+
 _FEW: Final = 5
 _CORRECT: Final = (
     "correct the records, or what is declared of them: records.classes, records.columns"
@@ -250,6 +253,8 @@ _REMEDIES: Final = {
     "dates, leave it out with drop = {names} or name the others in features ([records]); declare "
     "words as records.columns.{name}.categories = [...], all that there are; write a date as a "
     "number, as days since a day that is fixed, and a number with a point, not a comma",
+    NO_PLACE_LABELLED: "label at least one token or pixel of a record, -100 stands for none; if "
+    "records.length cuts them away, declare a greater one",
     MISSING: "leave out what holds nothing with drop = {names}, or declare what stands for a "
     "missing value, as records.columns.{name}.fill",
 }
@@ -271,6 +276,7 @@ class Dataset:
     held: which training records are the data set's own test part at their sites, bool [n], or None;
     partition.held_out = "own" keeps them for evaluation, and nothing else uses them.
     sieve: which of the training records of its file are left out, and why; None if unknown.
+    next: whether a token's label is the next token's, as schema.LabelForm has it.
     form: the declaration that the records were checked against; None after a replacement.
     description: one line: what it is, its source, the constants of its preprocessing.
 
@@ -292,6 +298,7 @@ class Dataset:
     person: tuple[str, ...] | None = None
     column: str | None = None
     sieve: RecordFilter | None = None
+    next: bool = False
     form: RecordForm | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset as Items
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import counted
+from fedpact.common.params import TOKENS
 from fedpact.data.cells import (
     SUFFIXES,
     Cells,
@@ -88,7 +89,7 @@ def read_table(
         raise DataError(
             f"label = {label!r}, site = {site!r}, person = {person!r} with "
             f"{describe_value(data)}: only a table has columns to name; pass a table, such as "
-            "pandas.DataFrame(data) of rows, or leave them out"
+            "pandas.DataFrame([data[i] for i in range(len(data))]) of rows, or leave them out"
         )
     x, y, titles = _pair_of(origin, data, None if labelled else shape)
     return of_arrays(origin, x, y, form, titles=titles)
@@ -167,7 +168,9 @@ def table_of(
             )
     named = {role: column for role, column in roles.items() if column is not None}
     others = [column for column in roles.values() if not is_next_token(column)]
-    rows = token_columns(columns, choose_features(columns, form, others), form.length)
+    among = choose_features(columns, form, others)
+    rows = token_columns(columns, among, form.length)
+    _warn_of_lists(origin, columns, rows, {*among} - {*roles.values()})
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         known = {*columns, *rows} - {*others}
         if odd := [c for c in names if c not in known]:
@@ -195,6 +198,21 @@ def table_of(
         y = [titles[int(cell)] if cell in range(len(titles)) else None for cell in y]
     table = Table(sieve, x, y, *names, roles=named, titles=titles, labels="names")
     return _with_arrays(table, form, shape if labelled else None)
+
+
+def _warn_of_lists(
+    origin: str, columns: Mapping[str, Any], rows: Mapping[str, Any], among: Collection[str]
+) -> None:
+    """Warn of columns of lists beside a record's tokens, which a model may expect."""
+    used = {id(cells) for cells in rows.values()}
+    left = [n for n in columns if n in among and id(columns[n]) not in used]
+    left = [n for n in left if _holds_arrays(columns[n])] if rows else []
+    if left:
+        _logger.warning(
+            "%s: the lists of %s are not used, even if the model could read them: a record of "
+            "tokens is made of %s",
+            *(origin, ", ".join(left), ", ".join(TOKENS)),
+        )
 
 
 def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]:
@@ -341,7 +359,7 @@ def _is_sites(one: Any) -> bool:
     if isinstance(one, tuple) and len(one) == 2:
         x, y = one
         alike = hasattr(x, "__len__") and hasattr(y, "__len__") and 1 < len(x) == len(y)
-        return alike and np.ndim(next(iter(y))) == 0 < np.ndim(next(iter(x)))
+        return alike and max(np.ndim(next(iter(y))), 1) <= np.ndim(next(iter(x)))
     rows = isinstance(one, list) and bool(one) and isinstance(one[0], Mapping)
     known = Mapping, Items, DataLoader
     return rows or isinstance(one, known) or hasattr(one, "columns") or hasattr(one, "column_names")

@@ -196,6 +196,8 @@ def dataset_of(
     if not at_site:
         _check_left(tables)
     tables = [targets.token_labels(table, x, form) for table, x in zip(tables, xs, strict=True)]
+    if not at_site:
+        _check_left(tables)
     main, sieve = tables[0], tables[0].sieve
     if classes is None and is_next_token(main.roles.get("label"), form.target.next):
         if not form.vocabulary:
@@ -209,6 +211,7 @@ def dataset_of(
     if not at_site:
         targets.check_several(name, names, main, form)
     ys = [targets.read_labels(table, names, form) for table in tables]
+    targets.warn_of_copies(tables[0], xs[0], ys[0])
     site = None if main.site is None else targets.read_sites(main)
     person = None
     if main.person is not None:
@@ -235,6 +238,7 @@ def dataset_of(
         column=main.column,
         description=f"{name}: {told} as given",
         sieve=sieve,
+        next=form.target.next,
     )
     object.__setattr__(found, "form", form)
     return found if main.features else with_columns(found, form)
@@ -359,11 +363,6 @@ def from_python(
     target: the type of labels. records, label, site, person: as declared in a plan. Raises
     DataError: not an accepted object (see inputs), or one that does not match the declaration.
     """
-    if isinstance(data, Dataset) and target is not None and target.next:
-        raise DataError(
-            f'task.kind = "next_token" with data set {data.name}, whose labels are read already: '
-            "pass its table or its arrays (x, y) themselves, which are read for the task"
-        )
     if isinstance(data, Dataset) and test is None:
         return replace(data)  # held against the plan's form anew, whatever it was made by
     form = records.shared(target)
@@ -455,7 +454,7 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
         form=form,
     )
     sieve = max(filter(None, (data.sieve, found.sieve)), key=lambda one: one.left_out)
-    kept = {key: getattr(data, key) for key in ("description", "features", "column")}
+    kept = {key: getattr(data, key) for key in ("description", "features", "column", "next")}
     held = None if data.held is None else data.held[found.numbers]
     return replace(found, **kept, held=held, sieve=sieve)
 

@@ -355,7 +355,9 @@ def check_shapes(
         elif not plain:
             hint = (
                 "0 or 1 of each of several labels is task.kind = 'multi_label', a class for each "
-                "pixel 'segmentation', and one column that is 1 for its class y.argmax(1)"
+                "pixel 'segmentation', for each token 'tokens' (of from_arrays form = "
+                'RecordForm(target=LabelForm(kind=...)), "several" or "pixels"), and one column '
+                "that is 1 for its class y.argmax(1)"
             )
         raise DataError(
             f"data set {name}: x{end} has shape {x.shape} and y{end} {y.shape}: expected [n, ...] "

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -23,9 +23,10 @@ import numpy as np
 
 from fedpact.common.errors import DataError
 from fedpact.common.losses import UNLABELLED
+from fedpact.common.params import TOKENS
 from fedpact.data import cells
 from fedpact.data.cells import Cells, NumberCells, is_blank, list_some, text_of
-from fedpact.data.dataset import BEYOND_LABELS, NO_NUMBER, RecordFilter
+from fedpact.data.dataset import BEYOND_LABELS, NO_NUMBER, NO_PLACE_LABELLED, RecordFilter
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.tables import Table
 from fedpact.data.tokens import is_next_token, is_tokens, next_labels, read_token_labels
@@ -47,14 +48,14 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
     named = tables[0].labels == "names"
     if kind == "number":
         return (tables[0].roles["label"] if named else "value",)
-    if kind == "several" and np.ndim(labels[0]) != 2:
+    if kind == "several" and _depth(labels[0]) != 2:
         raise DataError(
             f"data set {name}: task.kind is 'multi_label', but each record has a single label: "
             "expected 0 or 1 for each of K labels, as an array [n, K] in memory, y of an "
             ".npz file or a column of lists"
         )
     if kind == "several":
-        return tuple(map(str, range(labels[0].shape[1])))
+        return tuple(map(str, range(np.shape(labels[0])[1])))
     if named or labels[0].dtype.kind == "U":
         pairs = [
             (text_of(label), good or not named)
@@ -108,6 +109,11 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
                 *(name, ", ".join(map(repr, several)), len(several)),
             )
         return tuple(names)
+    if UNLABELLED in numbers:
+        raise DataError(
+            f"data set {name}: a label is {UNLABELLED}, which means none in torch: leave such "
+            "records out, or name the classes without it as records.classes, and they are left out"
+        )
     _check_classes(name, numbers, len(given), REGRESSION)
     return tuple(name for _, name in sorted(zip(numbers, whole, strict=True)))
 
@@ -342,6 +348,9 @@ def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.nd
         place = int((~good[row]).argmax())
         why = f"is not a whole number from 0 to {most} at place {place}"
         sieve.leave_out(row, column, why, flat[row, place])
+    if kind == "pixels":  # whose loss would be 0 and count
+        for row in np.flatnonzero((flat == UNLABELLED).all(1)).tolist():
+            sieve.leave_out(row, column, NO_PLACE_LABELLED)
     kept = np.where(good.reshape(found.shape), found, 0)
     return kept.astype(np.float32 if kind == "several" else np.int64)
 
@@ -355,7 +364,9 @@ def token_labels(table: Table, x: np.ndarray, form: RecordForm) -> Table:
         return table
     y, label = table.y, table.roles.get("label")
     if is_tokens(table.features):
-        y = read_token_labels(y, x, label or "label", table.sieve)
+        lists = cast(Mapping[str, Sequence[Any]], table.x)
+        span = not form.target.next
+        y = read_token_labels(y, x, lists, label or "label", table.sieve, span=span)
         table = replace(table, y=y, labels=None)
     if not is_next_token(label, form.target.next):
         return table
@@ -366,6 +377,21 @@ def token_labels(table: Table, x: np.ndarray, form: RecordForm) -> Table:
             "label for each"
         )
     return replace(table, y=next_labels(y, x))
+
+
+def warn_of_copies(table: Table, x: np.ndarray, y: np.ndarray) -> None:
+    """Warn if the label of every token of records x [n, ..., T] is the token itself."""
+    ids = x[:, 0] if x.ndim == 3 else x
+    if x.dtype.kind != "i" or y.shape != ids.shape or (x.ndim == 3 and x.shape[1] == len(TOKENS)):
+        return
+    good = table.sieve.good
+    named = y[good] != UNLABELLED
+    if named.any() and (y[good] == ids[good])[named].all():
+        _logger.warning(
+            "%s: every label is the token itself, which is learned by copying it: a causal model "
+            'learns the next token by task.kind = "next_token"',
+            table.sieve.origin,
+        )
 
 
 def check_places(name: str, kind: str, y: Any, shape: tuple[int, ...]) -> None:
@@ -385,6 +411,14 @@ def check_places(name: str, kind: str, y: Any, shape: tuple[int, ...]) -> None:
 def unscale(values: Any, target: LabelForm) -> Any:
     """Return numbers of -1..1 in the units of the label."""
     return target.low + (values + 1) * (target.high - target.low) / 2
+
+
+def _depth(labels: Cells | np.ndarray) -> int:
+    """Return the number of axes of labels; 0 for cells of different lengths."""
+    try:
+        return np.ndim(labels)
+    except ValueError:
+        return 0
 
 
 def _several(labels: Cells, count: int) -> np.ndarray:

@@ -122,19 +122,31 @@ def _has_mask(x: np.ndarray) -> bool:
 
 
 def read_token_labels(
-    cells: Sequence[Any], x: np.ndarray, label: str, sieve: RecordFilter
+    cells: Sequence[Any],
+    x: np.ndarray,
+    lists: Mapping[str, Sequence[Any]],
+    label: str,
+    sieve: RecordFilter,
+    *,
+    span: bool = True,
 ) -> np.ndarray:
     """Return a label for each token, int64 [n, T]; UNLABELLED for none.
 
     cells: for each record a list of a whole number for each token. x: records [n, rows, T]; padding
     has no label. Of a decoder's tokens no mask is known, so that their lists name all labels.
-    label: the column.
+    lists: the columns of the records, whose lists have as many tokens as there are labels. span:
+    whether a list of two, the ends of a span, is one too. label: the column.
     """
     y = np.full((len(x), x.shape[-1]), UNLABELLED, np.int64)
     for place, cell in enumerate(cells):
         row = _whole(cell)
         if row is None:
             sieve.leave_out(place, label, "is not a list of whole numbers, one for each token")
+            continue
+        texts = [lists[name][place] for name in (_IDS, _DECODER) if name in lists]
+        counts = {len(text) for text in texts if hasattr(text, "__len__")}
+        if len(row) not in {*counts, y.shape[1], 2 if span else 0}:
+            sieve.leave_out(place, label, "has not as many numbers as the record has tokens", row)
             continue
         y[place, : len(row)] = row[: y.shape[1]]
     if _has_mask(x):
@@ -164,8 +176,9 @@ def _record(
         most = 1 if name == _MASK else vocabulary - 1 if apart and vocabulary else np.inf
         fits = row is not None and (apart or len(row) == len(ids))
         if row is None or not (fits and ((row >= 0) & (row <= most)).all()):
-            told = "" if apart else ", one for each token"
-            sieve.leave_out(place, name, f"is not a list of whole numbers{told}")
+            told = "whole numbers" + ", one for each token" * (not apart)
+            told = "0 or 1 for each token" if name == _MASK else told
+            sieve.leave_out(place, name, f"is not a list of {told}")
             return None
         found.append(row)
     size = max(map(len, found))

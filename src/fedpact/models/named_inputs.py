@@ -82,17 +82,22 @@ class NamedInputs(nn.Module):
         return reads and not x.is_floating_point() and x.shape[1:-1] != (len(TOKENS),)
 
     def shifts_labels(self, x: Tensor) -> bool:
-        """Whether the library's own loss holds an answer against the next token's label.
+        """Whether the library's own loss shifts labels: that of the first token has no effect.
 
-        x: made-up records of tokens. False where its loss is another one, or there is none.
+        x: made-up records of tokens. False where there is no loss.
         """
         if "labels" not in self.names or x.is_floating_point() or x.shape[-1] < 2:
             return False
+        below: Any = self.model
+        # A prompt, which PEFT puts in front, has labels of its own.
+        below = below.get_base_model() if is_adapted(below) else below
         with keeping_modes(self), torch.no_grad(), suppress(Exception):
-            logits = self.eval()(x)
-            y = torch.arange(x.shape[-1]).remainder(logits.shape[1]).expand(len(x), -1)
-            found = self.model(**self.named(x), labels=y)["loss"]
-            return bool(torch.isclose(found, F.cross_entropy(logits[..., :-1], y[:, 1:]), 1e-4))
+            classes = self.eval()(x).shape[1]
+            y = torch.arange(x.shape[-1]).remainder(classes).expand(len(x), -1)
+            first, last = y.clone(), y.clone()
+            first[:, 0], last[:, -1] = (y[:, 0] + 1) % classes, (y[:, -1] + 1) % classes
+            losses = [below(**self.named(x), labels=one)["loss"] for one in (y, first, last)]
+            return torch.equal(losses[0], losses[1]) and not torch.equal(losses[0], losses[2])
         return False
 
     def named(self, x: Tensor) -> dict[str, Tensor]:
@@ -104,7 +109,7 @@ class NamedInputs(nn.Module):
         rows = x.unbind(1) if x.dim() == 3 else (x,)
         given = dict(zip(TOKENS, rows, strict=False))
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None)
-        if padding is not None and len(rows) > 1:
+        if padding is not None and padding >= 0 and len(rows) > 1:
             # Some models look for padding by its token, not by the mask.
             given["input_ids"] = rows[0].masked_fill(rows[1] == 0, padding)
         return {name: row for name, row in given.items() if name in self.names}
@@ -197,6 +202,22 @@ def _configure(module: nn.Module) -> None:
     if getattr(config, "is_encoder_decoder", False) and starts is None:
         # Of a forecaster, whose decoder takes numbers, there is none.
         config.decoder_start_token_id = getattr(config, "pad_token_id", None)
+
+
+def reads_ahead(module: nn.Module, x: Tensor) -> bool:
+    """Whether a model's answers [B, K, T] at tokens depend on the tokens behind; False if it fails.
+
+    x: records of tokens [B, T] or [B, rows, T], for their shape.
+    """
+    x = torch.full_like(x, 1)
+    rows = x if x.dim() == 2 else x[:, 0]
+    rows.fill_(2)
+    with keeping_modes(module), torch.no_grad(), suppress(Exception):
+        answers = module.eval()(x)[..., :-1]
+        rows[:, -1] = 3
+        moved = (module(x)[..., :-1] - answers).abs().max()
+        return bool(moved > 1e-5 * answers.abs().max())
+    return False
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -54,7 +54,10 @@ def explain_outputs(module: nn.Module, outputs: Any, length: int, classes: int, 
         _, own, places = outputs.shape
         if places != length:
             return f"give texts of the length that it answers to, records.length = {places}"
-        return f"name as many classes, as classes = [str(k) for k in range({own})]"
+        return (
+            f"name as many classes, as classes = [str(k) for k in range({own})], or for the next "
+            f"token records.vocabulary = {own}"
+        )
     if names:
         return (
             f"give its configuration num_labels = {classes}, and take one with a head that "
@@ -63,7 +66,8 @@ def explain_outputs(module: nn.Module, outputs: Any, length: int, classes: int, 
     if not isinstance(outputs, Tensor):
         return "return the logits alone, or as 'logits' of a dict"
     taken = "; of what it returns the first tensor is taken, so return the logits first"
-    return f"let the factory size its last layer by `classes`{taken if wrapped else ''}"
+    sized = f"let the factory size its last layer by `classes`, as by num_classes = {classes}"
+    return sized + taken * wrapped
 
 
 def reads_mask(module: nn.Module, x: Tensor) -> bool:
@@ -142,7 +146,9 @@ def _of_another_size(module: nn.Module, x: Tensor) -> str:
     if x.is_floating_point():
         for size in _own_sizes(module):
             if size != x.shape[1:] and _passes(module, x.new_zeros(len(x), *size)):
-                return f"it takes images of {size}: resize yours to that, or build it for theirs"
+                return (
+                    f"it takes images of {size}: bring yours to that, or build it for their shape"
+                )
         return ""
     takes, fails = 0, x.shape[-1] if x.dim() == 2 or isinstance(module, NamedInputs) else 0
     while fails - takes > 1:

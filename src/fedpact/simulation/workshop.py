@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedpact.algorithms.wrappers.local_optimizer import check_head
 from fedpact.common.errors import FedpactError, ModelError
 from fedpact.common.losses import Loss
-from fedpact.common.params import FlatModel
+from fedpact.common.params import TOKENS, FlatModel
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.common.user_code import is_own
 from fedpact.data.tokens import is_next_token
@@ -22,7 +22,7 @@ from fedpact.evaluation.tasks import check_loss
 from fedpact.models.adapters import check_adapters
 from fedpact.models.build import build
 from fedpact.models.initial import check_apart, check_repeated, fill
-from fedpact.models.named_inputs import NamedInputs
+from fedpact.models.named_inputs import NamedInputs, reads_ahead
 from fedpact.models.views import Views
 from fedpact.models.watched_pass import with_lines
 from fedpact.models.zoo import check_vocabulary
@@ -183,23 +183,35 @@ class TrainingSetup:
         if self.plan.privacy.mode != "none":
             self.plan.initial.check_drawn(name, one, self._drawn(seed ^ 1))
         check_apart(name, one, again)
-        self._check_shift(one)
+        self._check_text(one)
         for module in (one, again) if self.start is not None else ():
             fill(module, self.start or {})
         check_repeated(name, one, again)
 
-    def _check_shift(self, module: nn.Module) -> None:
-        """Raise ModelError if the model's library would shift labels that are used as they are."""
+    def _check_text(self, module: nn.Module) -> None:
+        """Raise ModelError if a model of text would learn to copy what it has read."""
         plan, text = self.plan, self.example[None].expand(2, *self.example.shape)
-        if plan.task.kind != "tokens" or is_next_token(plan.label):
+        target = plan.task.target
+        if target.kind != "pixels" or text.is_floating_point():
             return
-        if isinstance(module, NamedInputs) and module.shifts_labels(torch.ones_like(text)):
+        wrapped = module if isinstance(module, NamedInputs) else None
+        model = f"model {plan.model if wrapped is None else wrapped.called}"
+        shifted = target.next or is_next_token(plan.label)
+        if wrapped and not shifted and wrapped.shifts_labels(torch.ones_like(text)):
             raise ModelError(
-                f"model {module.called} learns the next token: its own loss shifts the labels by "
-                "one, and those of task.kind = 'tokens' are used as they are, so that it would "
-                'learn to repeat its input: set kind = "next_token" (task="next_token" in Python), '
-                "with records.vocabulary and a label column that holds the tokens themselves, as "
+                f"{model} learns the next token: its own loss shifts the labels by one, and those "
+                f"of task.kind = {plan.task.kind!r} are used as they are, so that it would learn "
+                'to repeat its input: set kind = "next_token" (task="next_token" in Python), with '
+                "records.vocabulary and a label column that holds the tokens themselves, as "
                 '"labels" or "input_ids"'
+            )
+        written = len(self.example) == len(TOKENS) and self.example.dim() == 2
+        if target.next and (written or reads_ahead(module, text)):
+            raise ModelError(
+                f"{model} reads the token that it is to name: with task.kind = 'next_token' it "
+                "would learn to copy it. Learn masked tokens, or what a decoder writes, by kind = "
+                '"tokens", with labels as they are, or choose a causal model, as '
+                "AutoModelForCausalLM, some with is_decoder = True in their configuration"
             )
 
     def check_labels(self, y: Tensor) -> None:

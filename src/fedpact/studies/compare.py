@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -256,7 +257,8 @@ def compare(
     on_news: called for every round, every end and every site of `joining`; a notebook shows a bar
         by default. stop: polled every 0.1 s; true ends runs after their current round.
 
-    A run that fails is in its entry's `missing` with the reason. Plans that differ in more than
+    A run that fails is in its entry's `missing` with the reason, which without on_news is logged as
+    a warning. Plans that differ in more than
     their method are compared and marked (Comparison.inequalities).
     Raises InputError before anything is written: no plans, different data, an invalid name or seed,
     an unsuitable folder, or several jobs with budget.seconds.
@@ -282,11 +284,13 @@ def compare(
     ]
     missing = [job for job in wanted if not has_ended(job)]
     others = [job for job in missing if not job.here]
-    on_news = on_news or _watcher(len(missing))
+    silent, on_news = on_news is None, on_news or _watcher(len(missing))
     failed = run_jobs(others, side_by_side, on_news, stop)
     failed |= carry_out_here([job for job in missing if job.here], on_news, stop)
     if joining and not stop():
         _joining(wanted, on_news, stop)
+    for (name, seed), why in failed.items() if silent else ():
+        _logger.warning("%s with seed %d failed: %s", name, seed, why)
     documents = {name: plan.document() for name, plan in entries.items()}
     comparison = read_comparison(folder, documents, chosen, failed)
     comparison = replace(comparison, points=at)
@@ -356,6 +360,9 @@ def private_runs(comparison: Comparison) -> dict[str, dict[int, RunSummary]]:
         for entry in comparison.entries
         if entry.private
     }
+
+
+_logger = logging.getLogger("fedpact")
 
 
 class _Stopped(Exception):
