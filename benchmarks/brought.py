@@ -173,8 +173,9 @@ def _table(stored: dict[str, Any]) -> list[str]:
     lines = [
         "Times of a step in units of a plain step of the same model, beside PyTorch's `vmap` and "
         "Opacus by hooks and by ghost norms. The models are small random configurations, with "
-        "16 records and one thread, those under `sizes` larger, with the batch and the length or "
-        f"side in their names; the median of {_TURNS} turns on a busy machine, by "
+        "16 records and one thread. Those under `sizes` are larger, with the batch and the length "
+        "or side in their names. Each figure is the median of "
+        f"{_TURNS} turns on a busy machine, by "
         "processor time. A dash stands where the other library failed. `prepare` has replaced "
         "BatchNorm. MiB are those of a private step beside a plain one. Made by "
         f"`python -m benchmarks.brought` ({machines}); `benchmarks/brought.json` has the commit "
