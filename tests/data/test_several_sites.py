@@ -22,6 +22,8 @@ BY_SITE = {
     "three pairs": ([(X, Y)] * 3, "3 parts", "from_arrays"),
     "pairs of lists": ({"a": (X.tolist(), Y.tolist())}, "1 part", "from_arrays"),
     "torch": ([PAIRS, PAIRS], "2 parts", "from_arrays"),
+    "tuple of pairs": (((X, Y), (X, Y)), "2 parts", "from_arrays"),
+    "labels of places": ({"a": (X, X), "b": (X, X)}, "2 parts", "from_arrays"),
     "loaders": ([DataLoader(PAIRS)], "1 part", "from_arrays"),
     "dict of tables": ({"a": FRAME, "b": FRAME}, "2 parts", "for name, one in data.items()"),
     "dict of columns": ({"a": COLUMNS, "b": COLUMNS}, "2 parts", "pandas.DataFrame"),

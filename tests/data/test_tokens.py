@@ -279,7 +279,9 @@ def test_a_table_has_lists_of_several_labels():
     table = {"a": [0.1, 0.2, 0.3, 0.4], "label": [[0, 1], [1, 1], [1, 0], [0, 0]]}
     found = from_python(table, PlanRecords(), "label", target=LabelForm(kind="several"))
     assert found.y.tolist() == table["label"]
-    table["label"] = [[0, 1], [1], [1, 0], [0, 0]]
+    table["label"] = [[0, 1], [1], [1, 0], None]
+    assert len(from_python(table, PlanRecords(), "label", target=LabelForm(kind="several")).y) == 2
+    table["label"] = [0, 1, 1, 0]
     with pytest.raises(DataError, match="'multi_label'"):
         from_python(table, PlanRecords(), "label", target=LabelForm(kind="several"))
 
@@ -288,3 +290,39 @@ def test_no_class_is_called_minus_a_hundred():
     table = {"a": [0.1, 0.2, 0.3], "label": [0, 1, -100]}
     with pytest.raises(DataError, match="a label is -100, which means none in torch"):
         from_python(table, PlanRecords(), "label")
+
+
+def test_labels_of_the_next_token_are_the_tokens():
+    """Not those that are shifted already, nor tags."""
+    ids = [[5, 3, 2], [2, 4, 6]]
+    for labels in ([[*row[1:], -100] for row in ids], [[0] * 3] * 2):
+        table = {"input_ids": ids, "label": labels}
+        with pytest.raises(DataError, match="names other tokens than the record has"):
+            from_python(table, PlanRecords(vocabulary=8), "label", target=NEXT)
+
+
+def test_a_text_padded_in_front_is_not_cut_to_its_padding():
+    table = {**TABLE, "input_ids": [[0, 0, 5, 3], *IDS[1:]]}
+    table["attention_mask"] = [[0, 0, 1, 1], *MASK[1:]]
+    assert len(from_python(table, PlanRecords(length=2), "label").y) == 3
+    assert len(from_python(table, PlanRecords(length=3), "label").y) == 4
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_two_labels_are_a_span_of_as_many_classes_as_places(classes):
+    table = {"input_ids": [[1, 2, 3, 4, 5]] * 2, "label": [[0, 1], [1, 1]]}
+    records = PlanRecords(classes=[str(k) for k in range(classes)])
+    if classes == 5:
+        found = from_python(table, records, "label", target=TOKENS)
+        assert found.y[:, :3].tolist() == [[0, 1, -100], [1, 1, -100]]
+        return
+    with pytest.raises(DataError, match="has not as many numbers"):
+        from_python(table, records, "label", target=TOKENS)
+
+
+def test_sites_are_named_as_persons_are():
+    """By Unicode normalisation, without characters that are not seen, and 1.0 as 1."""
+    names = ["\u00c9", "E\u0301", "\u00c9\u200b", "1", "1.0"]
+    table = {"a": [0.1, 0.2, 0.3, 0.4, 0.5], "label": [0, 1, 0, 1, 0], "site": names}
+    found = from_python(table, PlanRecords(), "label", "site")
+    assert found.site == ("\u00c9",) * 3 + ("1",) * 2

@@ -126,7 +126,7 @@ def test_a_sites_table_has_token_lists_of_any_length_and_name(make, tmp_path):
     assert own.y.tolist() == [[1, 0, *[-100] * 4], [1, *[-100] * 5], [0, 1, 0, 1, 0, 1]]
     form = RecordForm(length=6, target=LabelForm(kind="pixels"))
     found = table_of("t", Columns({"words": cells, "tags": tags}), "tags", form=form)
-    token_labels(found, read_numbers(found, form, "int64"), form)
+    token_labels(found, read_numbers(found, form, "int64"), form, None)
     assert found.sieve.good.tolist() == [True, True, True, False, False, False, False]
 
 

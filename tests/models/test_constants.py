@@ -268,3 +268,25 @@ def test_a_private_run_needs_no_statement_about_constants(tmp_path, monkeypatch)
     data = torch.randn(20, 3), torch.arange(20) % 2
     settings = {"sites": 2, "rounds": 1, "sampling_rate": 0.5, "privacy": {"epsilon": 8.0}}
     assert fedpact.run(Positioned, data, out=tmp_path / "run", **settings).summary["private"]
+
+
+PLAIN = [0.0, 0.25, 1e-6, -1e4, 8.0, 512.0, 45.254834, 64**-0.5, 2.3025851, 2.6592, 65504.0]
+
+
+@pytest.mark.parametrize("number", [*PLAIN, -torch.inf, torch.finfo(torch.bfloat16).min])
+def test_a_plain_number_is_a_constant_wherever_it_is_the_same(number):
+    assert is_constant(torch.tensor(number))
+    assert is_constant(torch.full((3, 4), number))
+    assert is_constant(torch.full((3, 4), number, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("number", [0.7312, 13.37, 1e-6 * 1.234, 517.25, torch.nan, 40213])
+def test_a_mean_of_records_is_no_constant(number):
+    assert not is_constant(torch.tensor(number))
+    assert not is_constant(torch.full((3, 4), number))
+
+
+def test_a_small_graph_is_compared_without_an_error():
+    """4 nodes in a ring, of which a part is alike along a side."""
+    ring = (torch.eye(4).roll(1, 0) + torch.eye(4).roll(-1, 0)) / 2
+    assert not is_constant(ring)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import fedpact
 from fedpact.common.errors import ModelError, PlanError
+from fedpact.models.initial import InitialSettings
 from fedpact.plan import Plan
 from fedpact.simulation.setup import SimulationSetup
 
@@ -154,3 +155,19 @@ def test_an_error_for_other_weights_says_what_to_save(before, tmp_path):
     torch.save(torch.load(path.with_name("w.pt"))[0], path)
     found = SimulationSetup.of(Plan.parse({**PLAIN, "initial": str(path)})).workshop.module()
     assert same(found, before / "model.safetensors")
+
+
+class Normalised(torch.nn.Linear):
+    """Records less their mean, as computed from them."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("mean", torch.tensor(0.7312))
+
+
+def test_a_single_number_of_the_records_needs_a_statement():
+    with pytest.raises(PlanError, match="begins with the same mean, whatever the seed"):
+        InitialSettings().check_drawn("Normalised", Normalised(), Normalised())
+    InitialSettings(trained_on="a public mean").check_drawn(
+        "Normalised", Normalised(), Normalised()
+    )

@@ -1,5 +1,7 @@
 """Models whose inputs have names: records reach them by these, and their logits are what counts."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import UNLABELLED, pixel_entropy
 from fedpact.models.build import build
-from fedpact.models.named_inputs import NamedInputs, with_named_inputs
+from fedpact.models.named_inputs import NamedInputs, reads_ahead, with_named_inputs
 
 IDS = torch.tensor([[5, 3, 0], [2, 4, 6]])
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -231,3 +233,69 @@ def test_outputs_other_than_logits_are_left_out(answer, training):
     found = with_named_inputs(model, x[0])
     assert torch.equal(found.train()(x), nn.functional.linear(x, model.weight, model.bias))
     assert found.eval()(x).shape == (4, 2)
+
+
+class Mixture(nn.Module):
+    """Names the next of `tokens` tokens by a mixture of those of a text."""
+
+    def __init__(self, mix, tokens=12, head=1.0):
+        super().__init__()
+        self.words, self.head = nn.Embedding(tokens, 8), nn.Linear(8, tokens)
+        self.mix = mix
+        nn.init.normal_(self.head.weight, std=head)
+
+    def forward(self, x):
+        return self.head(self.mix(self.words(x))).mT
+
+
+def _behind(h):
+    return torch.nn.functional.pad(h[:, 1:], (0, 0, 0, 1))
+
+
+def _prefix(h):
+    """The first two tokens see each other."""
+    return torch.cat([h[:, :2].mean(1, keepdim=True).expand(-1, 2, -1), h[:, 2:]], 1)
+
+
+class Gate(nn.Module):
+    """Mixes by a weight that begins at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, h):
+        return h + self.weight * h.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("length", [2, 7])
+def test_a_model_that_reads_ahead_is_known(length):
+    x = torch.ones(2, length, dtype=torch.int64)
+    for mix in (_behind, _prefix, Gate(), lambda h: h.mean(1, keepdim=True).expand_as(h)):
+        assert reads_ahead(Mixture(mix), x, 12)
+    assert reads_ahead(Mixture(_behind, tokens=3), x, 3)
+    assert reads_ahead(Mixture(_behind, head=0.0), x, 12)
+
+
+@pytest.mark.parametrize("length", [2, 7, 512])
+def test_a_causal_model_reads_nothing_ahead(length):
+    x = torch.ones(2, length, dtype=torch.int64)
+    lstm = nn.LSTM(8, 8, batch_first=True)
+    for mix in (lambda h: h.cumsum(1), lambda h: lstm(h)[0], lambda h: h):
+        assert not reads_ahead(Mixture(mix), x, 12)
+
+
+def test_a_named_tuple_is_read_by_its_fields():
+    class Found(NamedTuple):
+        hidden: torch.Tensor
+        logits: torch.Tensor
+
+    class Net(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+
+        def forward(self, x):
+            return Found(x, super().forward(x))
+
+    x, net = torch.randn(2, 4), Net()
+    assert torch.equal(with_named_inputs(net, x[0])(x), net(x).logits)

@@ -47,6 +47,7 @@ def test_of_each_algorithm_a_mistyped_setting_too(name):
         ("local.views.mirror=true", ["the table [views]"]),
         ("partition.alpha=1", ["partition.beta"]),
         ("concentration=1", ["partition.beta"]),
+        ("partition.num_classes_per_partition=2", ["partition.labels_per_site"]),
         ("noise_multiplier=1", ["privacy.sigma"]),
         ("settings.epsilon=2", ["evaluation.epsilon", "privacy.epsilon"]),
         ("settings.batch_size=2", [f"batch_size {TOP_LEVEL}"]),

@@ -167,3 +167,27 @@ def test_a_column_that_is_missing_is_named(form, tmp_path, no_page):
         refused.value
     )
     assert "records." not in str(refused.value)
+
+
+class Packed(torch.nn.Module):
+    """Reads as many tokens as are not 0, of which torch asks for one at least."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.cell = torch.nn.Embedding(9, 4), torch.nn.LSTM(4, 3, batch_first=True)
+
+    def forward(self, x):
+        lengths = (x != 0).sum(1).cpu()
+        pack = torch.nn.utils.rnn.pack_padded_sequence
+        packed = pack(self.words(x), lengths, batch_first=True, enforce_sorted=False)
+        return self.cell(packed)[1][0][-1]
+
+
+def test_a_record_on_which_a_model_fails_is_left_out(tmp_path):
+    x, y = torch.randint(1, 9, (40, 5)), torch.arange(40) % 3
+    x[3] = 0
+    given = {"sites": 2, "rounds": 1, "test": (x, y), "privacy": {"epsilon": 4.0}}
+    result = fedpact.run(Packed, (x, y), out=tmp_path / "run", **given)
+    assert result.predict(x).used.tolist() == [k != 3 for k in range(40)]
+    good = torch.arange(40) != 3
+    assert result.evaluate((x, y)).loss == result.evaluate((x[good], y[good])).loss

@@ -32,6 +32,8 @@ DEFAULTS_KEY = "defaults"
 
 OTHER_NAMES: Final = {
     **dict.fromkeys(("alpha", "concentration", "dirichlet_alpha"), "partition.beta"),
+    "num_classes_per_partition": "partition.labels_per_site",
+    "num_shards_per_partition": "partition.shards_per_site",
     **dict.fromkeys(("lr", "eta"), "settings.learning_rate"),
     **dict.fromkeys(("clients", "num_clients", "num_partitions"), "sites"),
     **dict.fromkeys(("num_rounds", "num_server_rounds"), "rounds"),

@@ -333,7 +333,7 @@ def check_together(data: Any) -> None:
     named = isinstance(data, Mapping)
     parts: list[Any] = [*data.values()] if named else [*data] if type(data) in (list, tuple) else []
     several = bool(parts) and all(map(_is_sites, parts))
-    if type(data) is tuple and not all(isinstance(one, Mapping) for one in parts):
+    if type(data) is tuple and not all(isinstance(one, Mapping | tuple) for one in parts):
         return  # records and their labels
     if not several:
         return

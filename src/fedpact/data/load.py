@@ -195,7 +195,9 @@ def dataset_of(
     xs = [read_numbers(table, form, values) for table in tables]
     if not at_site:
         _check_left(tables)
-    tables = [targets.token_labels(table, x, form) for table, x in zip(tables, xs, strict=True)]
+    tables = [
+        targets.token_labels(table, x, form, classes) for table, x in zip(tables, xs, strict=True)
+    ]
     if not at_site:
         _check_left(tables)
     main, sieve = tables[0], tables[0].sieve

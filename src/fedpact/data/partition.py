@@ -209,6 +209,12 @@ class PartitionSettings(BaseModel):
     "own", with kind = "natural": the test part that the data set has at each site, without
     persons who are in training as well; with a fraction, that part takes no part in anything."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_alone(cls, raw: Any) -> Any:
+        """Read a kind as text, as "iid"."""
+        return {"kind": raw} if isinstance(raw, str) else raw
+
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
         for name in _SPECIFIC - set(PARTITION_KINDS[self.kind].own):

@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from functools import cache
 from typing import Any, Final, cast
 
 import numpy as np
+from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.common.losses import UNLABELLED
@@ -48,14 +50,15 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
     named = tables[0].labels == "names"
     if kind == "number":
         return (tables[0].roles["label"] if named else "value",)
-    if kind == "several" and _depth(labels[0]) != 2:
+    several = _commonest_length(labels[0]) if kind == "several" else 0
+    if kind == "several" and not several:
         raise DataError(
             f"data set {name}: task.kind is 'multi_label', but each record has a single label: "
             "expected 0 or 1 for each of K labels, as an array [n, K] in memory, y of an "
             ".npz file or a column of lists"
         )
     if kind == "several":
-        return tuple(map(str, range(np.shape(labels[0])[1])))
+        return tuple(map(str, range(several)))
     if named or labels[0].dtype.kind == "U":
         pairs = [
             (text_of(label), good or not named)
@@ -158,9 +161,9 @@ def _tell_never(name: str, never: list[int], largest: int, *, pixels: bool) -> N
     if pixels:
         raise DataError(
             f"data set {name}: its masks have the numbers up to {largest}, and {told} never occur: "
-            "expected a class number from 0 at each pixel. No number is passed over in a loss: "
-            f"give pixels that are to be ignored (often 255) a class of their own; or, if all of 0 "
-            f"to {largest} are classes, name them as records.classes"
+            f"expected a class number from 0 at each pixel. Write {UNLABELLED} where one is to be "
+            f"ignored (often 255); or, if all of 0 to {largest} are classes, name them as "
+            "records.classes"
         )
     _logger.warning(
         "data set %s: no label is %s, and %d is the largest: it is trained with %d classes; number "
@@ -280,11 +283,12 @@ def class_numbers(
 
 
 def read_sites(table: Table) -> list[str]:
-    """Return the name of each record's site, [n]; records without one are left out.
+    """Return the name of each record's site, [n], as `persons_of` reads names; "" is left out.
 
     Raises DataError: another length.
     """
-    names, sieve = [text_of(value) for value in table.site], table.sieve
+    names = [cells.without_decimal_zeros(_shown(text_of(value))) for value in table.site]
+    sieve = table.sieve
     _check_length(names, sieve, "site")
     # str(None) occurs in numpy arrays of text; a class may have that name.
     sieve.sites = ["" if cells.is_missing(name) or name == "None" else name for name in names]
@@ -355,17 +359,20 @@ def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.nd
     return kept.astype(np.float32 if kind == "several" else np.int64)
 
 
-def token_labels(table: Table, x: np.ndarray, form: RecordForm) -> Table:
+def token_labels(
+    table: Table, x: np.ndarray, form: RecordForm, classes: Sequence[str] | None
+) -> Table:
     """Return a table with labels of tokens [n, T]; unchanged if a record has one label.
 
-    x: its records [n, rows, T]. Raises DataError: a next token is asked for, of other records.
+    x: its records [n, rows, T]. classes: those that are declared; a span's ends, two labels, have
+    as many as there are places. Raises DataError: a next token is asked for, of other records.
     """
     if form.target.kind != "pixels" or table.y is None:
         return table
     y, label = table.y, table.roles.get("label")
     if is_tokens(table.features):
         lists = cast(Mapping[str, Sequence[Any]], table.x)
-        span = not form.target.next
+        span = classes is not None and len(classes) == x.shape[-1]
         y = read_token_labels(y, x, lists, label or "label", table.sieve, span=span)
         table = replace(table, y=y, labels=None)
     if not is_next_token(label, form.target.next):
@@ -376,6 +383,9 @@ def token_labels(table: Table, x: np.ndarray, form: RecordForm) -> Table:
             f"{x.dtype} {x.shape[1:]}: expected tokens, whole numbers [T] or [rows, T], with a "
             "label for each"
         )
+    ids = x[:, 0] if x.ndim == 3 else x
+    for row in ((y != UNLABELLED) & (y != ids)).any(1).nonzero()[0].tolist():
+        table.sieve.leave_out(row, label or "y", "names other tokens than the record has", y[row])
     return replace(table, y=next_labels(y, x))
 
 
@@ -413,12 +423,13 @@ def unscale(values: Any, target: LabelForm) -> Any:
     return target.low + (values + 1) * (target.high - target.low) / 2
 
 
-def _depth(labels: Cells | np.ndarray) -> int:
-    """Return the number of axes of labels; 0 for cells of different lengths."""
-    try:
-        return np.ndim(labels)
-    except ValueError:
-        return 0
+def _commonest_length(labels: Cells | np.ndarray) -> int:
+    """Return how many numbers most labels have; 0 for single values."""
+    if isinstance(labels, np.ndarray):
+        return labels.shape[1] if labels.ndim == 2 else 0
+    kinds = (list, tuple, np.ndarray, Tensor)
+    found = Counter(len(one) for one in labels if isinstance(one, kinds) and np.ndim(one))
+    return found.most_common(1)[0][0] if found else 0
 
 
 def _several(labels: Cells, count: int) -> np.ndarray:

@@ -97,6 +97,10 @@ def read_tokens(
         if one.shape[1] > size:
             sieve.clamp(place, _IDS, f"is cut at {size} tokens", one.shape[1])
         x[place, :, : one.shape[1]] = one[:, :size]
+        if not x[place, 1].any():
+            sieve.leave_out(
+                place, _MASK, f"reads none of the first {size} tokens; pad behind a text"
+            )
     return x
 
 
@@ -128,14 +132,14 @@ def read_token_labels(
     label: str,
     sieve: RecordFilter,
     *,
-    span: bool = True,
+    span: bool,
 ) -> np.ndarray:
     """Return a label for each token, int64 [n, T]; UNLABELLED for none.
 
     cells: for each record a list of a whole number for each token. x: records [n, rows, T]; padding
     has no label. Of a decoder's tokens no mask is known, so that their lists name all labels.
-    lists: the columns of the records, whose lists have as many tokens as there are labels. span:
-    whether a list of two, the ends of a span, is one too. label: the column.
+    lists: the columns of the records, whose tokens are as many as the labels. span: whether the two
+    ends of a span are labels, too. label: the column.
     """
     y = np.full((len(x), x.shape[-1]), UNLABELLED, np.int64)
     for place, cell in enumerate(cells):
@@ -143,9 +147,9 @@ def read_token_labels(
         if row is None:
             sieve.leave_out(place, label, "is not a list of whole numbers, one for each token")
             continue
-        texts = [lists[name][place] for name in (_IDS, _DECODER) if name in lists]
-        counts = {len(text) for text in texts if hasattr(text, "__len__")}
-        if len(row) not in {*counts, y.shape[1], 2 if span else 0}:
+        text = lists[_DECODER if _DECODER in lists else _IDS][place]
+        count = len(text) if hasattr(text, "__len__") else 0
+        if len(row) not in {count, y.shape[1], 2 if span else count}:
             sieve.leave_out(place, label, "has not as many numbers as the record has tokens", row)
             continue
         y[place, : len(row)] = row[: y.shape[1]]

@@ -200,7 +200,7 @@ class TaskSettings(BaseModel):
                 f"task.kind = {self.kind!r}, and the labels of data set {data.name} are those of "
                 f"{found}: set task.kind to that, or pass labels of the other kind"
             )
-        if self.target.next and not data.next:
+        if self.target.next != data.next:
             raise PlanError(
                 f"task.kind = {self.kind!r}, and the labels of data set {data.name} were read for "
                 "another task: pass its table or arrays (x, y) themselves, or give from_arrays "

@@ -27,6 +27,9 @@ _HIDDEN: Final = (0.0, -1.0, -math.inf, -1e4, -1e9)
 _IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _CLIP: Final = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """Means and deviations of colours, as published."""
+_LOGIT_SCALE: Final = 2.6592
+"""Of CLIP (Radford 2021), as configurations have it."""
+_LARGEST_SQUARE: Final = 2**16
 _MOST: Final = 2**24
 _ROWS: Final = 4
 _LINE: Final = 8
@@ -52,7 +55,7 @@ def is_constant(tensor: Tensor) -> bool:
     sines and cosines of them, also of places in a square; windows' relative places, also on Swin
     v2's log scale; rows and columns of a triangle's entries; windows of a Fourier transform;
     published means of colours; of eight numbers or more a range between two round numbers, its
-    square, exponential and logarithm; up to four of these.
+    square, exponential and logarithm; up to four of these; a plain number, anywhere the same.
 
     >>> is_constant(torch.arange(8)[None]), is_constant(torch.ones(3, 3).tril())
     (True, True)
@@ -66,7 +69,7 @@ def is_constant(tensor: Tensor) -> bool:
         # What was once of half precision is compared as such.
         halves = (d for d in (torch.bfloat16, torch.float16) if torch.equal(x.to(d).to(x.dtype), x))
         x = x.to(next(halves, x.dtype))
-    if x.dim() == 0 or _is_known(x):
+    if _is_plain(x) if x.dim() == 0 else _is_known(x):
         return True
     # A row that is one number is 0 or 1: of others, a few rows would hold what one likes.
     if x.dim() > 1 and len(x) <= _ROWS and all(_is_known(_distinct(row)) for row in x):
@@ -91,8 +94,31 @@ def _by_side(x: Tensor) -> list[Tensor]:
     found = [
         _distinct(one.unflatten(2, (-1, 2)) if one.shape[2] % 2 == 0 else one) for one in parts
     ]
-    found = [one.flatten(1) for one in found]
+    found = [one.flatten(1) if one.dim() > 1 else one for one in found]
     return found if all(one.dim() == 2 and len(one) == side for one in found) else []
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a number [] has two digits, or is a root, a power of two, or a logarithm of such.
+
+    Of a root the square, or its inverse, is whole: as scales of attention and of embeddings are. A
+    mean of records has digits that none of these has.
+    """
+    v = float(x)
+    if math.isnan(v) or math.isinf(v) or v == 0:
+        return not math.isnan(v)
+    near = {float(f"{v:.1e}"), math.copysign(2.0 ** round(math.log2(abs(v))), v), _LOGIT_SCALE}
+    for power in (2, -2):
+        square = abs(v) ** power if 1e-3 < abs(v) < 1e3 else 0.0
+        if 1 <= round(square) <= _LARGEST_SQUARE:
+            near.add(math.copysign(round(square) ** (1 / power), v))
+    if abs(v) < 100:
+        near.add(math.log(float(f"{math.exp(v):.1e}")))
+    if x.is_floating_point():
+        ends = {torch.finfo(d).max for d in (torch.float16, torch.bfloat16, *_FLOATS)}
+        own = (float(torch.tensor(n, dtype=x.dtype)) for n in near)
+        return abs(v) in ends or v in own
+    return v in {*near, *(n - 1 for n in near)}  # the most of a type is a power of two, less 1
 
 
 def _is_known(x: Tensor) -> bool:

@@ -105,11 +105,6 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal and not constant."""
-    return _same(one, other) and one.numel() > 1 and bool((one != one.flatten()[0]).any())
-
-
 _SETTING = "initial.weights"
 _RELEASED = (
     "weights that were chosen by a site's records release them before anything is charged, so no ε "
@@ -224,8 +219,8 @@ class InitialSettings(BaseModel):
         if given:
             filled = {id(value) for value in first.state_dict(keep_vars=True).values()}
             ours = {n: v for n, v in ours.items() if id(v) not in filled}
-        same = [n for n, v in ours.items() if n in theirs and alike(v, theirs[n])]
-        same = [n for n in same if not is_constant(ours[n])]
+        same = [n for n, v in ours.items() if n in theirs and _same(v, theirs[n])]
+        same = [n for n in same if ours[n].numel() and not is_constant(ours[n])]
         if not same:
             return
         told = ", ".join(same[:3]) + f" and {len(same) - 3} others" * (len(same) > 3)

@@ -106,7 +106,7 @@ def _read_targets(
     if len(table.y) != count:
         raise DataError(f"there are {len(table.y)} labels for {count} records: give one each")
     sieve = RecordFilter("labels", count, table.sieve.first)
-    table = token_labels(replace(table, sieve=sieve), x.numpy(), form)
+    table = token_labels(replace(table, sieve=sieve), x.numpy(), form, classes)
     y = read_labels(table, classes, form)
     sieve.warn(values=True)
     return y, sieve.good
@@ -165,6 +165,7 @@ class OwnColumns:
 
 
 _BATCH: Final = 1024
+_SHOWN: Final = 20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -347,14 +348,11 @@ class Predictor:
         """Return the model's predictions; see `preprocess` for the records."""
         x, used = self.preprocess(records)
         target, classes = self.plan.task.target, self.form.classes
-        with torch.no_grad():
-            # Also without any record, to learn the form of the outputs.
-            parts = (
-                [self.model(x.new_zeros(0, *x.shape[1:])).double()]
-                if not len(x)
-                else [self.model(part).double() for part in x.split(_BATCH)]
-            )
-        outputs = torch.cat(parts)
+        try:
+            outputs = self._answers(x)
+        except Exception:
+            x, used = self._taken(x, used)
+            outputs = self._answers(x)
         if target.kind == "number":
             values = np.full(len(used), np.nan)
             values[used] = unscale(outputs.reshape(-1).numpy(), target)
@@ -371,6 +369,37 @@ class Predictor:
         at = used.reshape(-1, *(1 for _ in found.shape[2:]))
         best = np.where(at, np.nan_to_num(found, nan=-1.0).argmax(1), len(names) - 1)
         return Predictions(names[best], found, used, classes)
+
+    def _answers(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            # Also without any record, to learn the form of the outputs.
+            parts = x.split(_BATCH) if len(x) else [x.new_zeros(0, *x.shape[1:])]
+            return torch.cat([self.model(part).double() for part in parts])
+
+    def _taken(self, x: Tensor, used: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """Return the records that the model takes one by one, and which of all they are, bool [n].
+
+        x: the used ones. Raises what the model raises, if it takes none.
+        """
+        told = dict[int, Exception]()
+        for place, one in enumerate(x):
+            try:
+                self._answers(one[None])
+            except Exception as error:  # a model may raise anything
+                told[place] = error
+        if told and len(told) == len(x):
+            raise next(iter(told.values()))
+        rows = used.nonzero()[0][[*told]]
+        _log.warning(
+            "the model fails on %d of %d records, which are not used: %s (%s)",
+            *(len(told), len(used), ", ".join(str(row + 1) for row in rows[:_SHOWN])),
+            next(iter(told.values()), None),
+        )
+        good = torch.ones(len(x), dtype=torch.bool)
+        good[[*told]] = False
+        used = used.copy()
+        used[rows] = False
+        return x[good], used
 
     # In inference mode, tensors have no version, by which in-place changes to records are noticed.
     @torch.inference_mode(False)
@@ -393,9 +422,14 @@ class Predictor:
         both = used & good
         if not both.any():
             raise DataError("no record with a label can be used: there is nothing to evaluate")
-        kept, classes = list[tuple[Tensor, Tensor]](), len(self.form.classes)
-        x, right = x[good[used]], torch.from_numpy(y[both])
-        score = evaluate(self.model, self.plan.task.per_record(classes), x, right, kept=kept)
+        x, classes = x[good[used]], len(self.form.classes)
+        kept, loss = list[tuple[Tensor, Tensor]](), self.plan.task.per_record(classes)
+        try:
+            score = evaluate(self.model, loss, x, torch.from_numpy(y[both]), kept=kept)
+        except Exception:
+            kept.clear()
+            x, both = self._taken(x, both)
+            score = evaluate(self.model, loss, x, torch.from_numpy(y[both]), kept=kept)
         outputs, y = (torch.cat(parts) for parts in zip(*kept, strict=True))
         measures = self.plan.task.measures(classes).items()
         return Evaluated(**vars(score), metrics={name: of(outputs, y) for name, of in measures})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedpact.algorithms.wrappers.local_optimizer import check_head
 from fedpact.common.errors import FedpactError, ModelError
 from fedpact.common.losses import Loss
-from fedpact.common.params import TOKENS, FlatModel
+from fedpact.common.params import TOKENS, FlatModel, keeping_modes
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.common.user_code import is_own
 from fedpact.data.tokens import is_next_token
@@ -99,6 +99,9 @@ class Worker:
         rows = slice(some.start, some.stop)
         try:
             self.kernel.losses(x[rows].clone(), y[rows])
+            module = self.kernel.model.module
+            with keeping_modes(module), torch.no_grad():
+                module.eval()(x[rows].clone())  # which a trace need not follow in what it refuses
         except Exception as error:  # a model may raise anything
             return f"{type(error).__name__}: {error}"
         return None
@@ -206,13 +209,18 @@ class TrainingSetup:
                 '"labels" or "input_ids"'
             )
         written = len(self.example) == len(TOKENS) and self.example.dim() == 2
-        if target.next and (written or reads_ahead(module, text)):
+        if target.next and (written or self._reads_ahead(text)):
             raise ModelError(
                 f"{model} reads the token that it is to name: with task.kind = 'next_token' it "
                 "would learn to copy it. Learn masked tokens, or what a decoder writes, by kind = "
                 '"tokens", with labels as they are, or choose a causal model, as '
                 "AutoModelForCausalLM, some with is_decoder = True in their configuration"
             )
+
+    def _reads_ahead(self, text: Tensor) -> bool:
+        # Of a module of its own, whose weights are moved.
+        own = self._drawn(self.plan.seed)
+        return reads_ahead(own, text, self.plan.records.vocabulary or self.classes)
 
     def check_labels(self, y: Tensor) -> None:
         """Try outputs and metrics on dummy records with labels like y [n, ...].
