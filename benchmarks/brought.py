@@ -100,6 +100,7 @@ def _run(one: Brought, *, prepared: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {"sites": 2, "rounds": 1, "sampling_rate": 0.5}
     if one.pixels and one.form == "tokens":
         settings |= {"task": "next_token", "records": {"vocabulary": one.tokens}}
+        y = x[:, 0]
     else:
         y[: 4 * CLASSES] = torch.arange(4 * CLASSES).view(-1, *[1] * (y.dim() - 1)) % CLASSES
         settings["task"] = "segmentation" if one.pixels else "classification"

@@ -250,7 +250,7 @@ def test_a_model_that_reads_the_batch_size(reference):
 
 
 def test_a_batch_measured_in_several_slices(reference, monkeypatch):
-    # A convolution's gradient takes 3 * 2 * 9 * 8 bytes: 40 of them fit, 90 records do not.
+    # A convolution's gradient takes 3 * 2 * 9 * 8 bytes: a pass has at most twice what fits, 80.
     monkeypatch.setattr(norms, "KEEP_BYTES", 40 * 432)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 2)).double()
     kernel = reference.forced("graph", model, squared_error)
@@ -266,10 +266,10 @@ def test_a_batch_measured_in_several_slices(reference, monkeypatch):
     rows = reference.per_sample(model, squared_error, x[others], y[others])
     losses = kernel.losses(x, y)[others]
     found = kernel.clipped_sum(x, y, 2.0, weights)
-    assert sum(seen) == 90
-    assert max(seen) <= 40
-    # Slices of one length and a rest: one record more moves no other to another place.
-    assert len(set(seen[:-1])) == 1
+    # Of one length, by itself or filled up: one record more moves no other to another place.
+    assert sum(seen) >= 90
+    assert max(seen) <= 80
+    assert len({*seen}) == 1
     assert reference.error(found, reference.clipped(rows, 2.0, 1 + losses)) < 1e-13
 
 

@@ -197,17 +197,16 @@ class Convolved(Share):
         few = length == 1 or is_few(self.g, length, self.size, read)
         if self._geometry.groups > 1 or not few:
             return None
+        out, channels = self._weight.shape[:2]
+        # Channels are last in patches, and second in the weight, to which the product is added.
         u = self._geometry.patches(self.x, self.g.shape[2:])
+        u = u.unflatten(2, (-1, channels)).mT.flatten(2)
         part = Outer(self.g.flatten(2).mT, u).special()
         if part is None:
             return None
-        out, channels, *kernel = self._weight.shape
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            # Channels are last in patches, and second in the weight.
-            total = view.new_zeros(out, self.size // out)
-            part.add(c, good, total)
-            view.add_(total.view(out, *kernel, channels).movedim(-1, 1).reshape(view.shape))
+            part.add(c, good, view.view(out, -1))
 
         return Part(part.squares, add)
 
