@@ -278,6 +278,7 @@ PICKS = {
     "last by size": lambda o, n: o[torch.arange(o.size(0), device=o.device), n],
     "take_along_dim": lambda o, n: torch.take_along_dim(o, n.view(-1, 1, 1), 1)[:, 0],
     "gather": lambda o, n: o.gather(1, n.view(-1, 1, 1).expand(-1, 1, o.shape[2]))[:, 0],
+    "flat": lambda o, n: o.flatten(0, 1)[torch.arange(o.shape[0]) * o.shape[1] + (n + 1) - 1],
     "mask": lambda o, n: o[
         torch.arange(o.shape[0])[:, None, None, None], torch.arange(o.shape[1])[None, None, None]
     ].sum((1, 2, 3)),

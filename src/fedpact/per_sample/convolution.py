@@ -200,7 +200,7 @@ class Convolved(Share):
         out, channels = self._weight.shape[:2]
         # Channels are last in patches, and second in the weight, to which the product is added.
         u = self._geometry.patches(self.x, self.g.shape[2:])
-        u = u.unflatten(2, (-1, channels)).mT.flatten(2)
+        u = u.view(*u.shape[:2], -1, channels).mT.flatten(2)
         part = Outer(self.g.flatten(2).mT, u).special()
         if part is None:
             return None

@@ -27,8 +27,9 @@ def pick_within_records(graph: Graph) -> None:
                 node.replace_all_uses_with(_picked_one(graph, *node.args))
         if (found := _flat_index(node)) is None:
             continue
-        rows, number, shape, own, steps = found
+        rows, number, shape, own, steps, more = found
         with graph.inserting_before(node):
+            own = _call(graph, _aten.add.Tensor, own, more) if more else own
             apart = _call(graph, _aten.reshape.default, rows, [-1, steps, *shape_of(rows)[1:]])
             # The batch size is a symbol, so -1 is used for it.
             number = _call(graph, _aten.reshape.default, number, _sizes(shape))
@@ -63,15 +64,18 @@ def _picked_one(graph: Graph, x: Any, index: Any) -> Node:
     return _call(graph, _aten.where.ScalarOther, once, picked, math.nan)
 
 
-def _flat_index(node: Node) -> tuple[Node, Node, list[Size], Node, int] | None:
-    """(rows [B T, ...], numbers, their shape, n, T) if a node is rows[numbers · T + n]."""
+def _flat_index(node: Node) -> tuple[Node, Node, list[Size], Node, int, int] | None:
+    """(rows [B T, ...], numbers, their shape, n, T, k) if a node is rows[numbers · T + n + k]."""
     if str(node.target) == "aten.index_select.default" and node.args[1] == 0:
         index = node.args[2]
     elif str(node.target) == "aten.index.Tensor" and len(cast(Sequence[Any], node.args[1])) == 1:
         (index,) = cast(Sequence[Any], node.args[1])
     else:
         return None
-    rows, total = cast(Node, node.args[0]), _behind_views(index)
+    rows, total, more = cast(Node, node.args[0]), _behind_views(index), 0
+    while kind_of(total) in ("add", "sub") and isinstance(total.args[1], int) and not total.kwargs:
+        more += total.args[1] * (1 if kind_of(total) == "add" else -1)
+        total = _behind_views(total.args[0])
     if str(total.target) != "aten.add.Tensor" or total.kwargs:
         return None
     for shown, own in (total.args[:2], total.args[1::-1]):
@@ -83,7 +87,7 @@ def _flat_index(node: Node) -> tuple[Node, Node, list[Size], Node, int] | None:
         shapes = [shape_of(rows), shape_of(node), shape_of(shown)]
         # A mask or another type would have another meaning alone than in the sum.
         if fits and own.meta["val"].dtype == torch.int64 and all(map(_alone, shapes)):
-            return rows, cast(Node, number), shapes[2], own, cast(int, steps)
+            return rows, cast(Node, number), shapes[2], own, cast(int, steps), more
     return None
 
 
