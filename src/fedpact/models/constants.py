@@ -113,7 +113,7 @@ def _is_plain(x: Tensor) -> bool:
         if 1 <= round(square) <= _LARGEST_SQUARE:
             near.add(math.copysign(round(square) ** (1 / power), v))
     if abs(v) < 100:
-        near.add(math.log(float(f"{math.exp(v):.1e}")))
+        near |= {s * math.log(float(f"{math.exp(s * v):.1e}")) for s in (1, -1)}
     if x.is_floating_point():
         ends = {torch.finfo(d).max for d in (torch.float16, torch.bfloat16, *_FLOATS)}
         own = (float(torch.tensor(n, dtype=x.dtype)) for n in near)
