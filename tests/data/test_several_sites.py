@@ -21,6 +21,7 @@ BY_SITE = {
     "two pairs": ([(X, Y), (X, Y)], "2 parts", "from_arrays"),
     "three pairs": ([(X, Y)] * 3, "3 parts", "from_arrays"),
     "pairs of lists": ({"a": (X.tolist(), Y.tolist())}, "1 part", "from_arrays"),
+    "frames and series": ({"a": (FRAME[["a"]], FRAME["ill"])}, "1 part", "from_arrays"),
     "torch": ([PAIRS, PAIRS], "2 parts", "from_arrays"),
     "tuple of pairs": (((X, Y), (X, Y)), "2 parts", "from_arrays"),
     "labels of places": ({"a": (X, X), "b": (X, X)}, "2 parts", "from_arrays"),

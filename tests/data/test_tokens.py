@@ -297,7 +297,7 @@ def test_labels_of_the_next_token_are_the_tokens():
     ids = [[5, 3, 2], [2, 4, 6]]
     for labels in ([[*row[1:], -100] for row in ids], [[0] * 3] * 2):
         table = {"input_ids": ids, "label": labels}
-        with pytest.raises(DataError, match="names other tokens than the record has"):
+        with pytest.raises(DataError, match="differs from the record's tokens"):
             from_python(table, PlanRecords(vocabulary=8), "label", target=NEXT)
 
 
@@ -316,7 +316,7 @@ def test_two_labels_are_a_span_of_as_many_classes_as_places(classes):
         found = from_python(table, records, "label", target=TOKENS)
         assert found.y[:, :3].tolist() == [[0, 1, -100], [1, 1, -100]]
         return
-    with pytest.raises(DataError, match="has not as many numbers"):
+    with pytest.raises(DataError, match="has another number of labels"):
         from_python(table, records, "label", target=TOKENS)
 
 

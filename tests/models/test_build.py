@@ -227,7 +227,7 @@ TEXT = torch.zeros(2, 5, dtype=torch.int64)
         ("Prefixed", TEXT, "prefix tuning puts keys and values in front"),
         ("PaddedNot", TEXT, "it takes no text with padding"),
         ("Short", TEXT, "takes texts of at most 2 tokens: set records.length = 2 "),
-        ("Sized", torch.zeros(3, 8, 8), r"takes images of \(3, 8, 6\): bring yours"),
+        ("Sized", torch.zeros(3, 8, 8), r"takes images of \(3, 8, 6\): give such"),
         ("Paired", torch.zeros(3, 8, 8), "it reads a text together with an image"),
         ("Unnamed", TEXT, r"is given \(2, 5\), tokens and their mask: name its inputs"),
         ("Shrunk", torch.zeros(1, 4, 4), "a layer normalises over a single number"),

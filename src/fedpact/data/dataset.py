@@ -237,7 +237,7 @@ def left_out_error(sieve: RecordFilter, instead: str = "") -> DataError:
 NO_NUMBER: Final = "is not a number, as labels are here"
 """Of a label, where the task is to learn numbers."""
 
-NO_PLACE_LABELLED: Final = "names no token or pixel's label"
+NO_PLACE_LABELLED: Final = "labels no token or pixel"
 """Of labels that are all losses.UNLABELLED."""
 
 _FEW: Final = 5

@@ -332,10 +332,9 @@ def check_together(data: Any) -> None:
     """Raise DataError if data are several sites' tables, pairs or files, or rows, not one table."""
     named = isinstance(data, Mapping)
     parts: list[Any] = [*data.values()] if named else [*data] if type(data) in (list, tuple) else []
-    several = bool(parts) and all(map(_is_sites, parts))
     if type(data) is tuple and not all(isinstance(one, Mapping | tuple) for one in parts):
         return  # records and their labels
-    if not several:
+    if not (parts and all(map(_is_sites, parts))):
         return
     each = "name, one in data.items()" if named else "name, one in enumerate(data)"
     made = "pandas.read_csv(one)" if isinstance(parts[0], str | Path) else "pandas.DataFrame(one)"
@@ -343,12 +342,11 @@ def check_together(data: Any) -> None:
     if isinstance(parts[0], tuple | DataLoader) or type(parts[0]).__module__.startswith("torch"):
         remedy = "fedpact.from_arrays(x, y, site=...), with the site of each record"
     rows = type(data) is list and all(isinstance(one, Mapping) for one in parts)
+    alone = "; if each dict is one record, data = pandas.DataFrame(data)" if rows else ""
     raise DataError(
         f"data is a {type(data).__name__} of {counted(len(parts), 'dict' if rows else 'part')}: "
         "expected the records of all sites as one table, with a column that says whose each record "
-        f"is. Write data = {remedy}"
-        + "; if each dict is one record, data = pandas.DataFrame(data)"
-        * rows
+        f"is. Write data = {remedy}{alone}"
     )
 
 
@@ -359,10 +357,15 @@ def _is_sites(one: Any) -> bool:
     if isinstance(one, tuple) and len(one) == 2:
         x, y = one
         alike = hasattr(x, "__len__") and hasattr(y, "__len__") and 1 < len(x) == len(y)
-        return alike and max(np.ndim(next(iter(y))), 1) <= np.ndim(next(iter(x)))
+        return alike and max(_axes(y), 2) <= _axes(x)
     rows = isinstance(one, list) and bool(one) and isinstance(one[0], Mapping)
     known = Mapping, Items, DataLoader
     return rows or isinstance(one, known) or hasattr(one, "columns") or hasattr(one, "column_names")
+
+
+def _axes(values: Any) -> int:
+    """Return the number of axes of an array, a data frame or lists, by the first of these."""
+    return values.ndim if hasattr(values, "ndim") else 1 + np.ndim(next(iter(values)))
 
 
 def columns_of(data: Any) -> Columns | None:

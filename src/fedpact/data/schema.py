@@ -184,7 +184,7 @@ class LabelForm(BaseModel):
     high: float = 1.0
     """The most that a number can be."""
     next: bool = False
-    """Whether the label of a token is the next token's, whose own the labels name."""
+    """Whether each token is labelled with the next one; the given labels are the tokens."""
 
 
 class RecordForm(ValueRange):

@@ -385,7 +385,7 @@ def token_labels(
         )
     ids = x[:, 0] if x.ndim == 3 else x
     for row in ((y != UNLABELLED) & (y != ids)).any(1).nonzero()[0].tolist():
-        table.sieve.leave_out(row, label or "y", "names other tokens than the record has", y[row])
+        table.sieve.leave_out(row, label or "y", "differs from the record's tokens", y[row])
     return replace(table, y=next_labels(y, x))
 
 

@@ -98,9 +98,7 @@ def read_tokens(
             sieve.clamp(place, _IDS, f"is cut at {size} tokens", one.shape[1])
         x[place, :, : one.shape[1]] = one[:, :size]
         if not x[place, 1].any():
-            sieve.leave_out(
-                place, _MASK, f"reads none of the first {size} tokens; pad behind a text"
-            )
+            sieve.leave_out(place, _MASK, f"has no 1 for the first {size} tokens; pad on the right")
     return x
 
 
@@ -150,7 +148,9 @@ def read_token_labels(
         text = lists[_DECODER if _DECODER in lists else _IDS][place]
         count = len(text) if hasattr(text, "__len__") else 0
         if len(row) not in {count, y.shape[1], 2 if span else count}:
-            sieve.leave_out(place, label, "has not as many numbers as the record has tokens", row)
+            sieve.leave_out(
+                place, label, "has another number of labels than the record has tokens", row
+            )
             continue
         y[place, : len(row)] = row[: y.shape[1]]
     if _has_mask(x):

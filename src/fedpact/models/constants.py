@@ -2,7 +2,9 @@
 
 Each is one of a few tensors that follow from a shape alone, bit for bit, so that nothing can be
 hidden in it: neither in a number that is chosen, as where an index begins, nor in last digits.
-Eight numbers or more may also make a range whose ends are round numbers: see `_ranges`.
+Eight numbers or more may also make a range whose ends are round numbers: see `_ranges`. A tensor
+that is one plain number is known, too (`_is_plain`). That stops a mean or a deviation of records
+from passing by mistake, and not a model that is written to spell records in plain numbers.
 """
 
 import itertools
@@ -102,10 +104,10 @@ def _is_plain(x: Tensor) -> bool:
     """Whether a number [] has two digits, or is a root, a power of two, or a logarithm of such.
 
     Of a root the square, or its inverse, is whole: as scales of attention and of embeddings are. A
-    mean of records has digits that none of these has.
+    mean of records hardly ever is one of these.
     """
     v = float(x)
-    if math.isnan(v) or math.isinf(v) or v == 0:
+    if v == 0 or not math.isfinite(v):
         return not math.isnan(v)
     near = {float(f"{v:.1e}"), math.copysign(2.0 ** round(math.log2(abs(v))), v), _LOGIT_SCALE}
     for power in (2, -2):

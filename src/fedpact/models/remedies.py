@@ -103,8 +103,9 @@ def _what_is_lacking(module: nn.Module, x: Tensor, error: Exception) -> str:
     if told := _of_another_size(module, x):
         return told
     if not isinstance(module, NamedInputs):
-        several = x.dim() == 3 and not x.is_floating_point()
-        return several * (
+        if x.dim() != 3 or x.is_floating_point():
+            return ""
+        return (
             f"it is given {tuple(x.shape[1:])}, tokens and their mask: name its inputs, as "
             "forward(self, input_ids, attention_mask)"
         )
@@ -146,9 +147,7 @@ def _of_another_size(module: nn.Module, x: Tensor) -> str:
     if x.is_floating_point():
         for size in _own_sizes(module):
             if size != x.shape[1:] and _passes(module, x.new_zeros(len(x), *size)):
-                return (
-                    f"it takes images of {size}: bring yours to that, or build it for their shape"
-                )
+                return f"it takes images of {size}: give such, or build it for the shape of yours"
         return ""
     takes, fails = 0, x.shape[-1] if x.dim() == 2 or isinstance(module, NamedInputs) else 0
     while fails - takes > 1:

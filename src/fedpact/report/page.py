@@ -211,7 +211,9 @@ def _learning_cards(run: RunSummary) -> list[CardFigure]:
             note += counted(records, "test record")
         if against := against_majority_class(last.accuracy, run.summary.get("commonest")):
             note += f"; {against}"
-        worse = first.round == 0 and not (last.loss or 0.0) <= (first.loss or 0.0)
+        before, after = first.loss, last.loss
+        worse = before is not None and after is not None and not after <= before
+        worse &= first.round == 0
         if worse:
             note += f"; a loss of {number(first.loss)} before training: lower the learning rate"
         headline = headline_metric(last.accuracy, last.loss)

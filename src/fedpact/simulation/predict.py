@@ -350,8 +350,8 @@ class Predictor:
         target, classes = self.plan.task.target, self.form.classes
         try:
             outputs = self._answers(x)
-        except Exception:
-            x, used = self._taken(x, used)
+        except Exception as error:
+            x, used = self._taken(x, used, error)
             outputs = self._answers(x)
         if target.kind == "number":
             values = np.full(len(used), np.nan)
@@ -376,24 +376,24 @@ class Predictor:
             parts = x.split(_BATCH) if len(x) else [x.new_zeros(0, *x.shape[1:])]
             return torch.cat([self.model(part).double() for part in parts])
 
-    def _taken(self, x: Tensor, used: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    def _taken(self, x: Tensor, used: np.ndarray, error: Exception) -> tuple[Tensor, np.ndarray]:
         """Return the records that the model takes one by one, and which of all they are, bool [n].
 
-        x: the used ones. Raises what the model raises, if it takes none.
+        x: the used ones. Raises `error`, that of all together, if it takes none of them, or each.
         """
         told = dict[int, Exception]()
         for place, one in enumerate(x):
             try:
                 self._answers(one[None])
-            except Exception as error:  # a model may raise anything
-                told[place] = error
-        if told and len(told) == len(x):
-            raise next(iter(told.values()))
+            except Exception as own:  # a model may raise anything
+                told[place] = own
+        if len(told) in (0, len(x)):
+            raise error
         rows = used.nonzero()[0][[*told]]
         _log.warning(
             "the model fails on %d of %d records, which are not used: %s (%s)",
             *(len(told), len(used), ", ".join(str(row + 1) for row in rows[:_SHOWN])),
-            next(iter(told.values()), None),
+            next(iter(told.values())),
         )
         good = torch.ones(len(x), dtype=torch.bool)
         good[[*told]] = False
@@ -426,9 +426,9 @@ class Predictor:
         kept, loss = list[tuple[Tensor, Tensor]](), self.plan.task.per_record(classes)
         try:
             score = evaluate(self.model, loss, x, torch.from_numpy(y[both]), kept=kept)
-        except Exception:
+        except Exception as error:
             kept.clear()
-            x, both = self._taken(x, both)
+            x, both = self._taken(x, both, error)
             score = evaluate(self.model, loss, x, torch.from_numpy(y[both]), kept=kept)
         outputs, y = (torch.cat(parts) for parts in zip(*kept, strict=True))
         measures = self.plan.task.measures(classes).items()

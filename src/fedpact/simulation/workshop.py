@@ -99,9 +99,12 @@ class Worker:
         rows = slice(some.start, some.stop)
         try:
             self.kernel.losses(x[rows].clone(), y[rows])
+            if isinstance(self.kernel, PlainKernel):
+                return None
+            # Evaluations use the module itself, which may refuse what its trace takes.
             module = self.kernel.model.module
             with keeping_modes(module), torch.no_grad():
-                module.eval()(x[rows].clone())  # which a trace need not follow in what it refuses
+                module.eval()(x[rows].clone())
         except Exception as error:  # a model may raise anything
             return f"{type(error).__name__}: {error}"
         return None
@@ -208,6 +211,7 @@ class TrainingSetup:
                 "records.vocabulary and a label column that holds the tokens themselves, as "
                 '"labels" or "input_ids"'
             )
+        # A decoder's text is shifted already.
         written = len(self.example) == len(TOKENS) and self.example.dim() == 2
         if target.next and (written or self._reads_ahead(text)):
             raise ModelError(

@@ -49,6 +49,8 @@ from fedpact.studies.sweep import (
     settings_of,
 )
 
+_logger = logging.getLogger("fedpact")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compared(Comparison):
@@ -257,9 +259,8 @@ def compare(
     on_news: called for every round, every end and every site of `joining`; a notebook shows a bar
         by default. stop: polled every 0.1 s; true ends runs after their current round.
 
-    A run that fails is in its entry's `missing` with the reason, which without on_news is logged as
-    a warning. Plans that differ in more than
-    their method are compared and marked (Comparison.inequalities).
+    A run that fails is in its entry's `missing` with the reason, and without on_news in a warning.
+    Plans that differ in more than their method are compared and marked (Comparison.inequalities).
     Raises InputError before anything is written: no plans, different data, an invalid name or seed,
     an unsuitable folder, or several jobs with budget.seconds.
     """
@@ -360,9 +361,6 @@ def private_runs(comparison: Comparison) -> dict[str, dict[int, RunSummary]]:
         for entry in comparison.entries
         if entry.private
     }
-
-
-_logger = logging.getLogger("fedpact")
 
 
 class _Stopped(Exception):
