@@ -158,6 +158,12 @@ class Plan(BaseModel):
         self.clock.check(self.sites, facts.needs_all_sites, self.secure_aggregation.threshold)
         self.budget.check_method(facts.controlled, self.task.kind)
         self.evaluation.check_ends(*self.budget.good_enough, self.private, self.rounds)
+        if self.partition.validation and self.evaluation.used:
+            raise ValueError(
+                f"partition.validation = {self.partition.validation} with evaluation.share = "
+                f"{self.evaluation.share}: a run that settings are chosen by releases no "
+                "evaluation; leave [evaluation] out while choosing"
+            )
         return self
 
     @cached_property

@@ -338,3 +338,20 @@ def test_own_test_parts_are_of_own_sites_and_have_to_be_there():
     data = replace(with_test_parts(), held=None)
     with pytest.raises(DataError, match="has no test parts"):
         make_partition(data, PartitionSettings(kind="natural", held_out="own"), 2, seed=0)
+
+
+@pytest.mark.parametrize("persons", [False, True])
+def test_validation_records_are_training_records(persons):
+    whose = [f"p{i // 3}" for i in range(180)] if persons else None
+    data = replace(records([60, 60, 60]), person=whose)
+    plain, split = (
+        make_partition(data, PartitionSettings(validation=share), 4, 1) for share in (0.0, 0.25)
+    )
+    for name, train in plain.train.items():
+        both = np.concatenate([split.train[name], split.held_out[name]])
+        assert sorted(both) == train.tolist()
+        assert len(split.held_out[name]) == pytest.approx(len(train) / 4, abs=2)
+        if persons:
+            assert not {i // 3 for i in split.train[name]} & {i // 3 for i in split.held_out[name]}
+    held = np.concatenate([*plain.held_out.values()])
+    assert not np.isin(np.concatenate(joined(split)), held).any()

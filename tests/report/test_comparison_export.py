@@ -80,11 +80,12 @@ def test_latex_has_the_cells_and_sentences_of_the_table(tmp_path: Path, change: 
 def test_compare_writes_both_files_to_the_given_place(tmp_path: Path) -> None:
     files = {"--csv": tmp_path / "curves.csv", "--latex": tmp_path / "table.tex"}
     named = [word for option, file in files.items() for word in (option, str(file))]
-    small = ["--set", "rounds=1", "--set", "sites=2", "--seeds", "1", "--jobs", "1"]
+    small = ["--set", "rounds=1", "--set", "sites=2", "--seeds", "2", "--jobs", "1"]
     out = ["--out", str(tmp_path / "c")]
     done = CliRunner().invoke(app, ["compare", *small, *named, *out])
     assert done.exit_code == 0, done.output
-    assert len(pd.read_csv(files["--csv"])) == 2
+    assert "(1 of 2 runs; about " in done.output
+    assert len(pd.read_csv(files["--csv"])) == 4
     assert files["--latex"].read_text().startswith("\\begin{tabular}")
     refused = CliRunner().invoke(app, ["compare", *small, "--csv", str(tmp_path), *out])
     assert "folder" in str(refused.exception or refused.output)

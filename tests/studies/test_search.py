@@ -1,17 +1,26 @@
 """Random search and successive halving: what is drawn, who goes on, and what is counted."""
 
+import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fedpact.common.errors import PlanError
 from fedpact.common.format import upper
+from fedpact.data.load import from_arrays
+from fedpact.data.partition import make_partition
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import SampledGaussian
 from fedpact.privacy.accounting.tuning_cost import count_trials
+from fedpact.report.compared_runs import SweepPoint
 from fedpact.report.tuning_cost import TuningCost
 from fedpact.studies import search as searching
+from fedpact.studies.pool import Job
 from fedpact.studies.search import draw_points, read_ranges, rungs, search
 from fedpact.studies.sweep import expand_points
 
@@ -57,45 +66,106 @@ def test_an_invalid_range_is_refused(text):
 
 def test_a_point_is_of_keys_that_the_plan_has():
     plans = {"one": Plan.parse({"algorithm": "fedavg"})}
-    entries, at = expand_points(plans, [{RATE: 0.1}, {RATE: 0.2}])
+    entries, at = expand_points(plans, {"one": [{RATE: 0.1}, {RATE: 0.2}]})
     assert [plan.settings["learning_rate"] for plan in entries.values()] == [0.1, 0.2]
     assert [point.values for point in at.values()] == [{RATE: 0.1}, {RATE: 0.2}]
     with pytest.raises(PlanError, match="no setting of fedavg"):
-        expand_points(plans, [{"settings.proximal": 1.0}])
+        expand_points(plans, {"one": [{"settings.proximal": 1.0}]})
+    with pytest.raises(PlanError, match=r"--draw settings\.proximal: it is no setting of"):
+        draw_points(plans, ["settings.proximal=0.1:1"], 3)
 
 
-def test_the_best_continue_and_every_run_is_counted(tmp_path, monkeypatch):
-    calls = []
+BEST = {"fedavg": 0.3, "fedprox": 0.15}
+"""Each algorithm's best rate; what is farther away is worse."""
 
-    def fake(plans, seeds, out, *, points):
-        calls.append((plans["one"].rounds, out.name, [point[RATE] for point in points]))
-        _, at = expand_points(plans, points)
-        entries = [
+
+@dataclass
+class Found:
+    """What a comparison in these tests has found."""
+
+    folder: Path
+    entries: list[SimpleNamespace]
+    points: dict[str, SweepPoint]
+    chosen: dict[str, dict[str, float]] = field(default_factory=dict)
+    counted: Sequence[object] = ()
+
+
+def test_each_plans_best_continue_and_every_run_is_counted(tmp_path, monkeypatch):
+    calls, counted = [], {}
+
+    def fake(plans, seeds, out, *, points=None, joining=False, stop):
+        entries, at = expand_points(plans, points) if points else (plans, {})
+        calls.append((out.name, {n: plan.document() for n, plan in entries.items()}))
+        found = [
             SimpleNamespace(
                 name=name,
                 private=True,
-                # 0.3 is best, and what is farther away is worse.
-                spread=lambda of, rate=point.values[RATE]: SimpleNamespace(mean=-abs(rate - 0.3)),
+                missing={},
+                spread=lambda of, plan=plan: SimpleNamespace(
+                    mean=-abs(plan.settings[RATE[9:]] - BEST[plan.algorithm])
+                ),
                 runs=[SimpleNamespace(seed=seed, site_privacy={}) for seed in range(seeds)],
             )
-            for name, point in at.items()
+            for name, plan in entries.items()
         ]
-        return SimpleNamespace(entries=entries, points=at)
+        return Found(out, found, at)
 
-    counted = {}
     monkeypatch.setattr(searching, "compare", fake)
     monkeypatch.setattr(searching, "count_tuning_cost", lambda runs: counted.update(runs) or [])
-    monkeypatch.setattr(searching, "replace", lambda found, counted: found)
-    plans = {"one": Plan.parse({"algorithm": "fedavg", "rounds": 4})}
+    monkeypatch.setattr(searching, "store", lambda found: found)
+    plans = {n: Plan.parse({"algorithm": n, "rounds": 4}) for n in BEST}
     points = [{RATE: rate} for rate in (0.1, 0.2, 0.9, 0.31)]
-    search(plans, points, 2, tmp_path, halving=2, counted=True)
-    assert calls == [
-        (1, "rung-1", [0.1, 0.2, 0.9, 0.31]),
-        (2, "rung-2", [0.31, 0.2]),
-        (4, "rung-3", [0.31]),
+    found = search(plans, points, 2, tmp_path / "out", halving=2, counted=True)
+    asked = [
+        (
+            name,
+            [plan["settings"][RATE[9:]] for plan in of.values()],
+            {(plan["rounds"], plan["partition"]["validation"]) for plan in of.values()},
+        )
+        for name, of in calls
     ]
-    assert len(counted) == 7
-    assert sum(map(len, counted.values())) == 14
+    assert asked == [
+        ("rung-1", [0.1, 0.2, 0.9, 0.31] * 2, {(1, 0.2)}),
+        ("rung-2", [0.31, 0.2, 0.1, 0.2], {(2, 0.2)}),
+        ("out", [0.31, 0.1], {(4, 0.0)}),
+    ]
+    assert found.chosen == {"fedavg": {RATE: 0.31}, "fedprox": {RATE: 0.1}}
+    assert len(counted) == 14
+    assert sum(map(len, counted.values())) == 28
+
+
+def test_a_setting_is_tried_with_the_plans_that_have_it():
+    points = [{"settings.proximal": 0.1, RATE: 1.0}, {"settings.proximal": 0.2, RATE: 1.0}]
+    assert searching._known(Plan.parse({"algorithm": "fedprox"}), points) == points
+    assert searching._known(Plan.parse({"algorithm": "fedavg"}), points) == [{RATE: 1.0}]
+
+
+def test_no_trial_knows_held_out_or_test_records(tmp_path, monkeypatch):
+    """What is chosen, and every trial, is the same whatever the other records' labels are."""
+    monkeypatch.setattr(Job, "here", True)
+    plan = Plan.parse({"rounds": 3, "sites": 2, "privacy": {"mode": "none"}})
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    held = make_partition(from_arrays(x, y), plan.partition, 2, plan.seed).held_out
+    wrong = y.clone()
+    for places in held.values():
+        wrong[places] = 1 - y[places]
+    chosen, rounds = [], []
+    for labels, test in ((y, y), (wrong, 1 - y)):
+        out = tmp_path / str(len(chosen))
+        points = [{RATE: 0.001}, {RATE: 5.0}]
+        found = search({"one": plan}, points, 1, out, data=(x, labels), test=(x, test))
+        chosen.append((found.chosen, found.entries[0].runs[0].accuracy))
+        files = sorted(out.glob("trials/*/*/rounds.jsonl"))
+        lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        rounds.append([(line.get("accuracy"), line.get("loss")) for line in lines])
+    assert rounds[0] == rounds[1]
+    assert any(accuracy for accuracy, _ in rounds[0])
+    assert chosen[0][0] == chosen[1][0] == {"one": {RATE: 5.0}}
+    assert chosen[0][1] > 0.5 > chosen[1][1]
+    page = (out / "comparison.html").read_text()
+    assert "settings.learning_rate = 5" in page
+    assert "validation records" in page
 
 
 @pytest.mark.parametrize(
@@ -104,6 +174,12 @@ def test_the_best_continue_and_every_run_is_counted(tmp_path, monkeypatch):
 def test_incompatible_settings_are_refused(points, how, tmp_path):
     with pytest.raises(PlanError, match="--draw without --sweep"):
         search({"one": Plan.parse({})}, points, 1, tmp_path, **how)
+
+
+def test_trials_release_no_evaluation(tmp_path):
+    plan = Plan.parse({"evaluation": {"share": 0.2}})
+    with pytest.raises(PlanError, match="leave \\[evaluation\\] out while choosing"):
+        search({"one": plan}, [{RATE: 1.0}, {RATE: 2.0}], 1, tmp_path)
 
 
 def test_halving_counts_only_runs_that_release_alike():

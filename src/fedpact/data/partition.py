@@ -208,6 +208,9 @@ class PartitionSettings(BaseModel):
     in training. Of persons, where the data set names them: each by itself, with all records.
     "own", with kind = "natural": the test part that the data set has at each site, without
     persons who are in training as well; with a fraction, that part takes no part in anything."""
+    validation: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of each site's training records to choose settings by: they are not trained on, and
+    evaluated in place of the held-out and test records, which are not used then."""
 
     @model_validator(mode="before")
     @classmethod
@@ -235,7 +238,7 @@ class PartitionSettings(BaseModel):
         return self
 
 
-check_kinds(PARTITION_KINDS, PartitionSettings, ("kind", "held_out"))
+check_kinds(PARTITION_KINDS, PartitionSettings, ("kind", "held_out", "validation"))
 # The settings that matter for some kinds only; in others they have to keep their default.
 _SPECIFIC: Final = {name for kind in PARTITION_KINDS.values() for name in kind.own}
 
@@ -260,7 +263,8 @@ class SiteRecords:
 class Partition:
     """Site name -> ascending indices into the data set's training records, in the names' order.
 
-    train, held_out: disjoint; every site is in both, and a site's held-out part may be empty.
+    train, held_out: disjoint; every site is in both, and a site's held-out part may be empty. With
+    settings.validation, held_out is that part of the training records.
     label_counts [sites, classes]: training records of each label.
     """
 
@@ -419,9 +423,24 @@ def make_partition(
                 f"everybody at site {name}, of {len(part)} records, is held out by its own choice: "
                 "lower the share, take fewer sites, or another seed"
             )
+    if settings.validation:
+        for name, part in train.items():
+            out = _validate_on(dataset, part, settings.validation, rng)
+            held_out[name], train[name] = part[out], part[~out]
     return Partition(
         settings, seed, dataset.classes, train, held_out, _label_counts(dataset, train)
     )
+
+
+def _validate_on(dataset: Dataset, part: np.ndarray, share: float, rng: Generator) -> np.ndarray:
+    """Return which training records [n] are kept for validation, bool [n]: persons with all theirs.
+
+    At least one record or person stays in training.
+    """
+    numbered = splits.number_persons(dataset.person, part)
+    whose = np.arange(len(part)) if numbered is None else numbered.numpy()
+    persons = rng.permutation(whose.max() + 1)
+    return np.isin(whose, persons[: min(round(share * len(persons)), len(persons) - 1)])
 
 
 def _strata(dataset: Dataset, settings: PartitionSettings) -> np.ndarray:

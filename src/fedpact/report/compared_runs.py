@@ -134,17 +134,32 @@ class Comparison:
     """The entries in order. folder: contains their folders.
 
     counted: the cost of trying them all, if requested. points: entry -> its place in a sweep.
+    chosen: entry -> the settings (key -> value) that were chosen for it on validation records.
     """
 
     folder: Path
     entries: Sequence[Entry]
     counted: Sequence[TuningCost] = ()
     points: Mapping[str, SweepPoint] = field(default_factory=dict[str, SweepPoint])
+    chosen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     @property
     def swept(self) -> list[str]:
         """The swept keys."""
         return list(dict.fromkeys(key for point in self.points.values() for key in point.values))
+
+    @property
+    def choice(self) -> list[str]:
+        """How settings were chosen and which, a line for each entry; empty if none were."""
+        found = [
+            f"{name}: " + ", ".join(name_swept_value(key, value) for key, value in of.items())
+            for name, of in self.chosen.items()
+        ]
+        how = (
+            "Settings were chosen for each entry by trials on validation records, a part of the "
+            "training records (folder trials); held-out and test records took no part in the choice"
+        )
+        return [how, *found] if found else []
 
     @property
     def runs(self) -> list[RunSummary]:

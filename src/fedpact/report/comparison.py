@@ -354,6 +354,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "entries": {
             entry.name: {
                 "swept": dict(comparison.points[entry.name].values) if comparison.points else {},
+                "chosen": dict(comparison.chosen.get(entry.name, {})),
                 "private": entry.private,
                 **{name: (s := entry.spread(of)) and asdict(s) for name, of in measures.items()},
                 "local_steps": entry.range(attrgetter("steps")),
@@ -475,6 +476,7 @@ def render_comparison(comparison: Comparison) -> str:
         averaged=comparison.averaged,
         fair=_fair(comparison) if comparison.judged == "accuracy" else None,
         guarantees=guarantees(comparison),
+        choice=comparison.choice,
         plain=[entry.name for entry in entries if entry.private is False],
         seeded=any(run.private and run.seeded for run in comparison.runs),
         pooled=comparison.pooled,

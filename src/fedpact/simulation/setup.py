@@ -88,6 +88,8 @@ class SimulationSetup:
         if partition is None:
             held = partial(_held, plan, raw) if plan.evaluation.used else None
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed, held)
+        if plan.partition.validation:
+            dataset = replace(dataset, x_test=None, y_test=None)
         sites = [_used(plan, site) for site in partition.sites(dataset)]
         check_secure(plan, len(sites))
         terms = plan.terms({site.name: _size(plan, site) for site in sites})

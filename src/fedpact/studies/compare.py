@@ -238,7 +238,7 @@ def compare(
     joining: bool = False,
     counted: bool = False,
     sweep: Mapping[str, Sequence[Any]] | None = None,
-    points: Sequence[Mapping[str, Any]] = (),
+    points: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     on_news: OnNews | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Compared:
@@ -255,7 +255,7 @@ def compare(
     joining: also compute the value of joining for each site (simulation.simulate).
     counted: also compute the privacy cost of trying all entries (report.tuning_cost).
     sweep: key -> values; each plan runs with all combinations. Swept keys do not count as
-        differences. points: instead of a sweep, the points (key -> value) to run each plan at.
+        differences. points: instead of a sweep, the points (key -> value) of each plan, by name.
     on_news: called for every round, every end and every site of `joining`; a notebook shows a bar
         by default. stop: polled every 0.1 s; true ends runs after their current round.
 
@@ -293,16 +293,20 @@ def compare(
     for (name, seed), why in failed.items() if silent else ():
         _logger.warning("%s with seed %d failed: %s", name, seed, why)
     documents = {name: plan.document() for name, plan in entries.items()}
-    comparison = read_comparison(folder, documents, chosen, failed)
-    comparison = replace(comparison, points=at)
-    if counted:
-        comparison = replace(comparison, counted=trying(private_runs(comparison)))
-    folder.mkdir(parents=True, exist_ok=True)
+    read = read_comparison(folder, documents, chosen, failed)
+    comparison = Compared(**{each.name: getattr(read, each.name) for each in fields(read)})
+    costs = trying(private_runs(read)) if counted else ()
+    return store(replace(comparison, points=at, counted=costs))
+
+
+def store(comparison: Compared) -> Compared:
+    """Write comparison.html and comparison.json into the comparison's folder; return it."""
+    comparison.folder.mkdir(parents=True, exist_ok=True)
     found = strict(document(comparison))
     text = json.dumps(found, indent=2, allow_nan=False, default=str) + "\n"
-    write_whole(folder / "comparison.json", text.encode(), private=False)
+    write_whole(comparison.folder / "comparison.json", text.encode(), private=False)
     write_comparison(comparison)
-    return Compared(**{each.name: getattr(comparison, each.name) for each in fields(comparison)})
+    return comparison
 
 
 def _watcher(runs: int) -> OnNews:

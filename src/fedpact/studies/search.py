@@ -1,16 +1,17 @@
 """Random search and successive halving over a plan's keys, with what trying costs.
 
-Random search draws points from ranges and compares them as in a sweep. Successive halving
-(Jamieson, Talwalkar, arXiv 1502.07943) gives all points few rounds, keeps the best 1/F of them,
-gives these F times as many rounds, and so on up to the plan's rounds. Every rung trains from the
-start with noise for its own rounds, so the privacy costs of all runs add up.
+Random search draws points from ranges and tries each with each plan. Successive halving (Jamieson,
+Talwalkar, arXiv 1502.07943) gives all points few rounds, keeps each plan's best 1/F of them, gives
+these F times as many rounds, and so on up to the plan's rounds. Every rung trains from the start
+with noise for its own rounds, so the privacy costs of all runs add up.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -21,7 +22,11 @@ from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.plan import Plan
 from fedpact.report.run_summary import RunSummary
 from fedpact.report.tuning_cost import TuningCost, count_tuning_cost
-from fedpact.studies.compare import Compared, compare, private_runs
+from fedpact.studies.compare import Compared, compare, private_runs, store
+from fedpact.studies.sweep import changed, has_key, no_setting
+
+VALIDATION: Final = 0.2
+"""partition.validation of trials whose plan does not set it."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,14 @@ def draw_points(
 ) -> list[dict[str, Any]]:
     """Return `count` points within the ranges `KEY=LOW:HIGH`; none without ranges.
 
-    They depend on the first plan's seed only. Raises PlanError, as read_ranges does.
+    They depend on the first plan's seed only. Raises PlanError, as read_ranges does, or for a
+    setting that no plan has.
     """
     ranges, seed = read_ranges(texts), next(iter(plans.values())).seed
+    for key in ranges:
+        if not any(has_key(plan, key) for plan in plans.values()):
+            names = [plan.algorithm for plan in plans.values()]
+            raise PlanError(f"--draw {key}: it is {no_setting(names)}")
     return [
         {key: one.draw(seeded_generator(seed, "search", i, key)) for key, one in ranges.items()}
         for i in range(check.count(draws=count) if ranges else 0)
@@ -93,49 +103,77 @@ def search(
     *,
     halving: int = 1,
     counted: bool = False,
+    joining: bool = False,
     sweep: Mapping[str, Sequence[Any]] | None = None,
+    stop: Callable[[], bool] = lambda: False,
     **how: Any,
 ) -> Compared:
-    """Compare every plan at every point; return the last rung's comparison, in out/rung-N.
+    """Choose a point for every plan by itself; return the comparison of the plans at these points.
 
-    halving: F, or 1 for random search, whose only rung is `out`. counted: the last rung states the
-    cost of all rungs together. sweep: instead of points. how: passed to compare.compare.
-    Raises PlanError: points and a sweep, or halving without points.
+    Points are chosen on validation records (partition.validation, by default a fifth of the
+    training records), in out/trials. The plans at the chosen points train on all training records,
+    in `out`, and are evaluated once. Stopped before that, it returns the last trials.
+
+    halving: F, or 1 for random search, which trains every point for all rounds. counted: also state
+    the cost of all runs, trials included. sweep: instead of points. how: passed to compare.compare.
+    Raises PlanError: points and a sweep, halving without points, or no trial of a plan has ended.
     """
+    how |= {"stop": stop}
     if not points and halving == 1:
-        return compare(plans, seeds, out, counted=counted, sweep=sweep, **how)
+        return compare(plans, seeds, out, counted=counted, joining=joining, sweep=sweep, **how)
     if not points or sweep:
         raise PlanError("--halving goes with --draw, and --draw without --sweep")
-    best, tried, found = list(points), dict[str, Mapping[int, RunSummary]](), list[Compared]()
+    best = {name: _known(plan, points) for name, plan in plans.items()}
+    tried = dict[str, Mapping[int, RunSummary]]()
     rounds = max(plan.rounds for plan in plans.values())
     steps = rungs(rounds, len(points), halving)
     for number, (length, count) in enumerate(steps, start=1):
-        if found:
-            best = _best(found[-1], best)[:count]
+        best = {name: of[:count] for name, of in best.items()}
         of = {
-            name: Plan.parse({**plan.document(), "rounds": max(1, plan.rounds * length // rounds)})
+            name: changed(
+                plan,
+                {
+                    "partition.validation": plan.partition.validation or VALIDATION,
+                    "rounds": max(1, plan.rounds * length // rounds),
+                },
+            )
             for name, plan in plans.items()
+            if len(best[name]) > 1  # else there is no choice
         }
-        folder = out if len(steps) == 1 else out / f"rung-{number}"
-        found.append(compare(of, seeds, folder, points=best, **how))
-        ended = private_runs(found[-1])
-        if counted and halving > 1:
-            _check_alike(ended.values())
+        if not of:
+            break
+        folder = out / "trials" / (f"rung-{number}" if halving > 1 else "")
+        found = compare(of, seeds, folder, points=best, **how)
+        if stop():
+            return found
+        ended = private_runs(found)
+        for name in of if counted else ():
+            _check_alike(runs for entry, runs in ended.items() if found.points[entry].base == name)
         tried |= {f"{folder.name}/{name}": runs for name, runs in ended.items()}
-    if counted and sum(map(len, tried.values())) > 1:
-        costs = count_tuning_cost(tried)
-        return replace(found[-1], counted=[*map(_of_all, costs)] if halving > 1 else costs)
-    return found[-1]
+        best |= {name: _rank(found, name) for name in of}
+    chosen = {name: dict(of[0]) for name, of in best.items()}
+    final = {
+        n: changed(plan, {"partition.validation": 0.0, **chosen[n]}) for n, plan in plans.items()
+    }
+    found = compare(final, seeds, out, joining=joining, **how)
+    costs = [*map(_of_all, count_tuning_cost(tried | private_runs(found)))] if counted else ()
+    return store(replace(found, chosen=chosen, counted=costs))
+
+
+def _known(plan: Plan, points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the points, each once, without settings that the plan's algorithm does not have."""
+    own = [{key: value for key, value in one.items() if has_key(plan, key)} for one in points]
+    return [one for i, one in enumerate(own) if one not in own[:i]]
 
 
 def _of_all(cost: TuningCost) -> TuningCost:
-    """Return the cost of halving, without a claim about the winner alone: none is proven."""
+    """Return the cost of a search, without a claim about the winner alone: none is proven."""
     alone = cost.alone and replace(cost.alone, winner={})
     return replace(cost, found=replace(cost.found, winner={}), alone=alone)
 
 
 def _check_alike(runs: Iterable[Mapping[int, RunSummary]]) -> None:
-    """Raise PlanError unless all runs of a rung release the same events.
+    """Raise PlanError unless all trials of a plan release the same events.
 
     Otherwise the total would depend on which points are kept; equal events add up by adaptive
     composition.
@@ -147,20 +185,24 @@ def _check_alike(runs: Iterable[Mapping[int, RunSummary]]) -> None:
     ]
     if any(one != each[0] for one in each):
         raise PlanError(
-            "--halving with --counted, and the points release different events: the total cost "
+            "--draw with --counted, and the points release different events: the total cost "
             "would depend on which are kept; draw keys that do not change noise or steps, such as "
             "settings.learning_rate, or leave one of the two options out"
         )
 
 
-def _best(found: Compared, points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the points, best first: by the mean accuracy, or else loss, of their best plan."""
-
-    def score(point: Mapping[str, Any]) -> float:
-        each = [e for e in found.entries if found.points[e.name].values == dict(point)]
-        accurate = [s.mean for e in each if (s := e.spread(lambda run: run.accuracy))]
-        losses = [s.mean for e in each if (s := e.spread(lambda run: run.loss))]
-        known = [x for x in accurate or [-loss for loss in losses] if math.isfinite(x)]
-        return max(known, default=-math.inf)
-
-    return sorted(points, key=score, reverse=True)
+def _rank(found: Compared, name: str) -> list[Mapping[str, Any]]:
+    """Return a plan's points, best first: by the mean accuracy over seeds, or else by the loss."""
+    scores = list[tuple[float, Mapping[str, Any]]]()
+    for entry in found.entries:
+        at = found.points[entry.name]
+        accuracy, loss = (entry.spread(attrgetter(of)) for of in ("accuracy", "loss"))
+        score = accuracy.mean if accuracy else -loss.mean if loss else math.nan
+        if at.base == name and math.isfinite(score) and not entry.missing:
+            scores.append((score, at.values))
+    if not scores:
+        raise PlanError(
+            f"{name}: no trial has ended with a finite accuracy or loss at every seed, so no point "
+            f"can be chosen; {found.folder / 'comparison.html'} says what happened to each"
+        )
+    return [point for _, point in sorted(scores, key=itemgetter(0), reverse=True)]

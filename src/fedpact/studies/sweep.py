@@ -71,33 +71,34 @@ def expand_sweep(
         texts = [json.dumps(value) for value in values]
         if not texts or len(set(texts)) < len(texts):
             raise PlanError(f"sweep {key}: its values are {list(values)}: expected some, each once")
-        if not any(_knows(plan, key) for plan in plans.values()):
+        if not any(has_key(plan, key) for plan in plans.values()):
             raise PlanError(
                 f"sweep {key}: it is {no_setting(plan.algorithm for plan in plans.values())}"
             )
     entries, points = dict[str, Plan](), dict[str, SweepPoint]()
     for name, plan in plans.items():
-        own = [key for key in sweeps if _knows(plan, key)]
+        own = [key for key in sweeps if has_key(plan, key)]
         for values in product(*(sweeps[key] for key in own)):
             _enter(name, plan, dict(zip(own, values, strict=True)), entries, points)
     return entries, points
 
 
 def expand_points(
-    plans: Mapping[str, Plan], points: Sequence[Mapping[str, Any]]
+    plans: Mapping[str, Plan], points: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> tuple[dict[str, Plan], dict[str, SweepPoint]]:
-    """Return each plan at each point (key -> value), as expand_sweep.
+    """Return each plan at each of its points (key -> value), as expand_sweep.
 
     Raises PlanError: an invalid value, or a key that a plan does not have.
     """
     entries, at = dict[str, Plan](), dict[str, SweepPoint]()
-    for (name, plan), point in product(plans.items(), points):
-        for key in point:
-            if key in _ELSEWHERE:
-                raise PlanError(f"point {key}: {_ELSEWHERE[key]}")
-            if not _knows(plan, key):
-                raise PlanError(f"point {key}: it is {no_setting([plan.algorithm])}")
-        _enter(name, plan, dict(point), entries, at)
+    for name, plan in plans.items():
+        for point in points[name]:
+            for key in point:
+                if key in _ELSEWHERE:
+                    raise PlanError(f"point {key}: {_ELSEWHERE[key]}")
+                if not has_key(plan, key):
+                    raise PlanError(f"point {key}: it is {no_setting([plan.algorithm])}")
+            _enter(name, plan, dict(point), entries, at)
     return entries, at
 
 
@@ -111,7 +112,7 @@ def _enter(
     texts = [f"{key.rpartition('.')[2]}-{value}" for key, value in chosen.items()]
     parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value" for text in texts]
     entry = free_name("-".join([name, *parts]), entries)
-    entries[entry], points[entry] = _changed(plan, chosen), SweepPoint(name, chosen)
+    entries[entry], points[entry] = changed(plan, chosen), SweepPoint(name, chosen)
 
 
 def _plain(key: str, values: Any) -> list[Any]:
@@ -155,12 +156,14 @@ def _values(text: str) -> list[Any]:
         return [value_of(part.strip()) for part in _COMMA.split(text)]
 
 
-def _knows(plan: Plan, key: str) -> bool:
+def has_key(plan: Plan, key: str) -> bool:
+    """Whether the plan may have this key, a setting of its algorithm among others."""
     name = key.removeprefix("settings.")
     return name == key or name in settings_of(plan.algorithm)
 
 
-def _changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
+def changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
+    """Return a plan with these values (key -> value). Raises PlanError: an invalid one."""
     # Only given keys are kept, so that derived values follow from the swept ones.
     raw = select_given(plan.document(), lambda found: Plan.parse(found).document())
     keys = [key_of(key) for key in chosen]

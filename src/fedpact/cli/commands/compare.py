@@ -46,9 +46,9 @@ def compare(
     ] = [],  # noqa: B006 - as above
     ranges: Annotated[
         list[str],
-        typer.Option("--draw", help="KEY=LOW:HIGH: run at random values of it; repeatable."),
+        typer.Option("--draw", help="KEY=LOW:HIGH: choose it by random trials; repeatable."),
     ] = [],  # noqa: B006 - as above
-    draws: Annotated[int, typer.Option(help="How many random points --draw makes.")] = 8,
+    draws: Annotated[int, typer.Option(help="How many points --draw tries.")] = 8,
     halving: Annotated[
         int, typer.Option(help="With --draw: start with few rounds, continue the best 1/HALVING.")
     ] = 1,
@@ -83,7 +83,7 @@ def compare(
     from fedpact.report.comparison import document
     from fedpact.studies.compare import comparison_folder, read_plans
     from fedpact.studies.search import draw_points, search
-    from fedpact.studies.sweep import expand_points, expand_sweep, read_sweeps
+    from fedpact.studies.sweep import expand_sweep, read_sweeps
 
     check.count(seeds=seeds)
     _check_outputs(curves, table)
@@ -91,16 +91,15 @@ def compare(
     folder = check_out(out or comparison_folder())
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     points = draw_points(plans, ranges, draws)
-    entries, _ = expand_points(plans, points) if points else expand_sweep(plans, sweep)
-    many = counted_noun(len(entries), "entry")
-    console.print(f"{many}, {counted_noun(seeds, 'seed')}, in {folder}")
+    entries, _ = expand_sweep(plans, {} if points else sweep)
+    console.print(_how_many(len(entries), len(points), seeds) + f", in {folder}")
     stop = StopOnInterrupt(console)
     stop()  # installs the handler
-    # Of successive halving it is not known how many runs there will be.
-    with _Live(console, 0 if halving else len(entries) * seeds) as live:
-        how = {"jobs": jobs, "joining": joining, "on_news": live, "stop": stop}
-        how |= {"counted": counted, "sweep": sweep}
-        found = search(plans, points, seeds, folder, halving=halving, **how)
+    # Of a search it is not known how many runs there will be.
+    with _Live(console, 0 if points else len(entries) * seeds) as live:
+        how = {"jobs": jobs, "joining": joining, "counted": counted, "sweep": sweep}
+        how |= {"halving": halving, "on_news": live, "stop": stop}
+        found = search(plans, points, seeds, folder, **how)
     paths = {"folder": str(folder), "report": str(found.folder / "comparison.html")}
     _export(found, curves, table)
     show({**document(found), **paths}, as_json, lambda: _print(found))
@@ -117,6 +116,11 @@ def _check_files(configs: list[Path]) -> None:
                 f"there is no file {str(config)!r}: expected plans, .toml or .json; algorithms are "
                 f"named by --algorithms {','.join(map(str, configs))}"
             )
+
+
+def _how_many(entries: int, points: int, seeds: int) -> str:
+    at = f" at {counted_noun(points, 'point')} each" if points else ""
+    return f"{counted_noun(entries, 'entry')}{at}, {counted_noun(seeds, 'seed')}"
 
 
 def _check_outputs(curves: Path | None, table: Path | None) -> None:
@@ -253,6 +257,7 @@ def _print(comparison: Comparison) -> None:
     for line in (
         *filter(None, [baseline(comparison)]),
         *guarantees(comparison),
+        *comparison.choice,
         *lines_by_entry(comparison, summarise_evaluations),
         *lines_by_entry(comparison, summarise_joining),
         *describe_tuning_cost(comparison),

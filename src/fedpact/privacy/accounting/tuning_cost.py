@@ -101,7 +101,7 @@ def describe_trials(found: Trials) -> list[str]:
         return [
             "Against anyone who sees any of the runs, as the server and the other sites do: ε = "
             f"{upper(found.every)} {delta} for {runs} runs together, composed. Which settings went "
-            "on was chosen on the way, and all settings of a rung release the same events, so the "
+            "on was chosen on the way, and all trials of an entry release the same events, so the "
             "sum is the same whatever was chosen. Against someone who sees the winner alone "
             "nothing less is proven."
         ]
