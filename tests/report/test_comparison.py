@@ -512,6 +512,14 @@ def test_a_table_has_a_row_a_method_and_a_column_a_value(tmp_path: Path) -> None
     assert (accuracy.first, accuracy.headings) == ("accuracy", ("ε = 4", "ε = 0.5"))
     assert accuracy.rows == [("a", "80.00 ±\u00a014.14", "20.00"), ("b", "–", "30.00")]
     assert worst.rows == [("a", "70.00 ±\u00a014.14", "10.00"), ("b", "–", "20.00")]
+    # What may be chosen by it is said to be no result.
+    rates = {
+        name: SweepPoint(at.base, {"settings.learning_rate": at.values["privacy.epsilon"]})
+        for name, at in points.items()
+    }
+    noted = "chooses by validation records"
+    assert noted not in render_comparison(found)
+    assert noted in render_comparison(replace(found, points=rates))
 
 
 def test_differences_are_paired_by_seed_and_corrected(tmp_path: Path) -> None:
