@@ -182,3 +182,11 @@ def test_more_than_there_are_are_refused_when_files_are_written(make, tmp_path):
     with pytest.raises(PlanError, match="sites_per_round is 4 with 3 sites"):
         make(tmp_path / "d", None, rounds=2, sites_per_round=4)
     assert Plan.parse({"sites_per_round": 4}).sites_per_round == 4
+
+
+@pytest.mark.parametrize(
+    "only", [{"clock": {"message_seconds": 1.0}}, {"partition": {"validation": 0.2}}]
+)
+def test_what_only_simulations_use_is_refused(make, only, tmp_path):
+    with pytest.raises(PlanError, match="which only simulations use; leave it out"):
+        make(tmp_path / "d", None, rounds=2, **only)

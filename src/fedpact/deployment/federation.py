@@ -199,8 +199,12 @@ class Federation(BaseModel):
                 "party builds model and loss itself; define them in a file that all parties have, "
                 "as package.module:name"
             )
-        if plan.clock.used:
-            raise PlanError("plan.json has a [clock], which only simulations use; leave it out")
+        simulated = {
+            "a [clock]": plan.clock.used,
+            "partition.validation": plan.partition.validation,
+        }
+        for key in (key for key, used in simulated.items() if used):
+            raise PlanError(f"plan.json has {key}, which only simulations use; leave it out")
         if plan.sites_per_round is not None and plan.sites_per_round < self.patience.least_replies:
             raise PlanError(
                 f"plan.json has sites_per_round = {plan.sites_per_round}, but federation.toml has "

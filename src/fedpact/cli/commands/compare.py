@@ -105,7 +105,7 @@ def compare(
     show({**document(found), **paths}, as_json, lambda: _print(found))
     if live.failed:
         raise typer.Exit(2)
-    if stop() and any(entry.missing for entry in found.entries):
+    if stop() and (any(entry.missing for entry in found.entries) or (points and not found.chosen)):
         raise typer.Exit(INTERRUPTED)
 
 
