@@ -11,16 +11,15 @@ import time
 from pathlib import Path
 
 
-def work(says, stopping, errors, plan, folder):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    printed = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+def work(says, stopping, plan, folder):
     what = Path(folder).parent.name
+    Path(folder).with_suffix(".pid").write_text(str(os.getpid()))
     for number in range(plan["rounds"]):
         says.send(("round", number, None if number else 0.25, None))
         if what == "slow":
-            sys.exit(0 if stopping.wait(600) else 5)
+            if stopping.wait(600):
+                return None
+            sys.exit(5)
         if what == "deaf":
             time.sleep(600)
     if what.startswith("meets"):
@@ -33,7 +32,7 @@ def work(says, stopping, errors, plan, folder):
                 sys.exit(4)
             time.sleep(0.02)
     if what == "refuses":
-        says.send(("refused", "the paragraph"))
+        return "the paragraph"
     if what == "crashes":
         print("noise", file=sys.stderr)
         raise RuntimeError("a bug")
@@ -45,7 +44,8 @@ def work(says, stopping, errors, plan, folder):
         sys.exit(3)
     if what == "floods":
         sys.stderr.write("x" * 1_000_000)
+    return None
 
 
-def refuse(says, *_):
-    says.send(("refused", "a paragraph"))
+def refuse(*_):
+    return "a paragraph"

@@ -56,6 +56,14 @@ def test_no_more_jobs_at_a_time_than_asked_for(tmp_path: Path) -> None:
     assert most == 1
 
 
+def test_a_process_is_kept_for_the_next_job_unless_it_dies(tmp_path: Path) -> None:
+    wanted = jobs(tmp_path, "a", "refuses", "b", "crashes", "c", "d")
+    run_jobs(wanted, 1, lambda _: None, never)
+    a, refuses, b, crashes, c, d = (job.folder.with_suffix(".pid").read_text() for job in wanted)
+    assert a == refuses == b == crashes != c == d
+    assert multiprocessing.active_children() == []
+
+
 def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None:
     assert run_jobs(jobs(tmp_path, "meets1", "meets2"), 2, lambda _: None, never) == {}
 

@@ -250,7 +250,7 @@ def compare(
         there that have ended are kept, others are resumed.
     model, data, test: your own objects for all plans, as in `fedpact.run`. Objects that another
         process cannot import are trained in this process, one run after another.
-    jobs: parallel runs, each in its own process; 0: one for each core. A plan with run.workers = 0
+    jobs: parallel runs, in as many processes; 0: one for each core. A plan with run.workers = 0
         gets its share of the cores. With budget.seconds, runs are sequential.
     joining: also compute the value of joining for each site (simulation.simulate).
     counted: also compute the privacy cost of trying all entries (report.tuning_cost).

@@ -1,5 +1,6 @@
-"""Parallel runs, each in its own process, or sequential runs in this process.
+"""Parallel runs in processes that each carry out one after another, or runs in this process.
 
+A process is kept for the next run, as to start one takes seconds: longer than a small run.
 concurrent.futures.ProcessPoolExecutor is not used: if one of its processes dies, for example
 because memory runs out, it ends all of them without telling which one died.
 """
@@ -7,7 +8,6 @@ because memory runs out, it ends all of them without telling which one died.
 import contextlib
 import math
 import multiprocessing
-import os
 import signal
 import sys
 import traceback
@@ -25,6 +25,7 @@ from fedpact.common.errors import FedpactError
 from fedpact.common.messages import RoundRecord
 from fedpact.data.dataset import Dataset
 from fedpact.plan import Plan
+from fedpact.studies.worker import carry_out_jobs
 
 _SPAWN = multiprocessing.get_context("spawn")
 _POLL = 0.1  # seconds between two looks at `stop`
@@ -47,7 +48,7 @@ class Job:
 
     @property
     def errors(self) -> Path:
-        """The file with the output of the run's process, kept if it failed."""
+        """The file with what the run printed, kept if it failed."""
         return self.folder.with_name(self.folder.name + ".error.txt")
 
 
@@ -82,71 +83,79 @@ def run_jobs(
     a failure. An exception here, such as Ctrl-C, ends all processes; their folders can be resumed.
     """
     stopping, failed = _SPAWN.Event(), Failures()
-    waiting, running = deque(jobs), dict[Any, _Process]()
+    waiting, idle, running = deque(jobs), list[_Process](), dict[Any, _Process]()
     try:
         while waiting or running:
             if stop():
                 stopping.set()
                 waiting.clear()
             while waiting and len(running) < side_by_side:
-                process = _Process(waiting.popleft(), stopping)
+                process = idle.pop() if idle else _Process(stopping)
+                process.begin(waiting.popleft())
                 running[process.said] = process
             for ready in wait(list(running), _POLL):
                 process = running[ready]
                 news = process.next_news()
                 if news.ended:
                     del running[ready]
+                    if process.alive:
+                        idle.append(process)
                     if news.failed is not None:
                         failed[news.job.name, news.job.seed] = news.failed
                 on_news(news)
         return failed
     finally:
-        for process in running.values():
-            process.end()
+        for process in (*running.values(), *idle):
+            process.end(at_work=process not in idle)
 
 
 class _Process:
-    """A job in its own process. said: the connection over which it reports its rounds."""
+    """A process for jobs, one at a time. said: the connection over which it reports rounds."""
 
-    def __init__(self, job: Job, stopping: Event) -> None:
-        self._job, self._stopping, self._refusal = job, stopping, None
-        self.said, says = _SPAWN.Pipe(duplex=False)
-        job.errors.parent.mkdir(parents=True, exist_ok=True)
-        asked = job.plan.document(), str(job.folder)
+    def __init__(self, stopping: Event) -> None:
+        self._stopping, self.alive = stopping, True
+        self.said, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(
-            target=_work, args=(says, stopping, str(job.errors), *asked), daemon=True
+            target=carry_out_jobs, args=(_work, theirs, stopping), daemon=True
         )
         with _without_main():
             self._process.start()
-        # Only the process keeps the sending end, so reading ends when it dies.
-        says.close()
+        # Only the process keeps its end, so reading ends when it dies.
+        theirs.close()
+
+    def begin(self, job: Job) -> None:
+        """Have a job carried out."""
+        self._job = job
+        job.errors.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # it has died, which next_news tells
+            self.said.send((str(job.errors), job.plan.document(), str(job.folder)))
 
     def next_news(self) -> RunProgress:
-        """Wait for and return the next report of the process, or its end."""
-        with contextlib.suppress(EOFError, OSError):
+        """Wait for and return the next report on the job, or its end."""
+        try:
             kind, *said = self.said.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            self.said.close()
+            self.alive = False
+            failed = None if self._stopping.is_set() else self._explain()
+        else:
             if kind == "round":
                 return RunProgress(self._job, *said)
-            self._refusal = said[0]
-        self._process.join()
-        self.said.close()
-        failed = None
-        if not self._stopping.is_set() or self._refusal:
-            failed = self._refusal or self._explain()
-        if failed is None or self._refusal:
+            (failed,) = said
             self._job.errors.unlink(missing_ok=True)
         return RunProgress(self._job, ended=True, failed=failed)
 
-    def end(self) -> None:
-        """Kill the process."""
-        self._process.kill()
+    def end(self, *, at_work: bool) -> None:
+        """End the process, which an idle one does by itself when the connection closes."""
+        self.said.close()
+        if at_work:
+            self._process.kill()
         self._process.join()
 
-    def _explain(self) -> str | None:
-        """Return why it failed; None if it did not."""
+    def _explain(self) -> str:
+        """Return why the process died."""
         code, path = self._process.exitcode or 0, self._job.errors
-        if code == 0:
-            return None
         if code < 0:
             ended = f"the process was ended by signal {-code}"
             ended += ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
@@ -171,15 +180,8 @@ def _without_main() -> Any:
         sys.modules["__main__"] = main
 
 
-def _work(
-    says: Connection, stopping: Event, errors: str, plan: dict[str, Any], folder: str
-) -> None:
-    """Carry out a run in this new process. Its output goes to the file `errors`."""
-    # Ctrl-C reaches all processes of a terminal; the first one handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    printed = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+def _work(says: Connection, stopping: Event, plan: dict[str, Any], folder: str) -> str | None:
+    """Carry out a run and report its rounds; return why it was refused, or None."""
 
     def on_round(record: RoundRecord) -> None:
         says.send(("round", record.round, _number(record.accuracy), _number(record.loss)))
@@ -187,7 +189,8 @@ def _work(
     try:
         run(Plan.parse(plan), Path(folder), on_round=on_round, stop=stopping.is_set)
     except FedpactError as error:
-        says.send(("refused", str(error)))
+        return str(error)
+    return None
 
 
 def _number(value: float | None) -> float | None:
