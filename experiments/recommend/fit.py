@@ -13,6 +13,9 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from experiments.made import made
 
 import fedpact
 from fedpact.privacy.accounting import planner
@@ -26,8 +29,8 @@ ROUNDS = (3, 10, 30, 100)
 EPSILONS = (0.5, 2.0, 8.0, 32.0)
 
 
-def accuracy(epsilon: float, rounds: int, noise: float, seed: int) -> float:
-    """Return the share of the test images that is found."""
+def figures(epsilon: float, rounds: int, noise: float, seed: int) -> dict[str, Any]:
+    """Return the share of the test images that is found, and by what it was measured."""
     asked = Circumstances("digits", (Budget(epsilon, 1e-5),), rounds, 4, "own", 0)
     raw = Recommendation.of(asked).raw
     rate = raw["settings"]["learning_rate"] * noise / planner.NOISE
@@ -35,7 +38,7 @@ def accuracy(epsilon: float, rounds: int, noise: float, seed: int) -> float:
     raw |= {"seed": seed, "run": {"evaluate_every": 1000}}
     with tempfile.TemporaryDirectory() as folder:
         done = fedpact.run(fedpact.Plan.parse(raw), Path(folder) / "run")
-    return done.summary["accuracy"]
+    return {"accuracy": done.summary["accuracy"], **made()}
 
 
 def main(seeds: int) -> None:
@@ -49,9 +52,9 @@ def main(seeds: int) -> None:
                 for seed in range(seeds):
                     name = f"{epsilon:g} {rounds} {noise:g} {seed}"
                     if name not in found:
-                        found[name] = accuracy(epsilon, rounds, noise, seed)
+                        found[name] = figures(epsilon, rounds, noise, seed)
                         STORED.write_text(json.dumps(found, indent=1) + "\n")
-                    values.append(100 * found[name])
+                    values.append(100 * found[name]["accuracy"])
                 means.append(f"{statistics.fmean(values):.1f}")
             print(f"| {epsilon:g} | {rounds} | {' | '.join(means)} |", flush=True)
 
