@@ -4,7 +4,8 @@
 
 The digits (none of the data sets that other experiments are judged by), four sites, features and a
 linear model as recommended. a is the noise of an answer (privacy/accounting/planner.py); every
-other value of it and of T is tried. Each result is stored as it comes (results.json) and not computed again.
+other value of it and of T is tried. Each result is stored as it comes (results.json) and not
+computed again.
 """
 
 import json
@@ -33,7 +34,7 @@ def figures(epsilon: float, rounds: int, noise: float, seed: int) -> dict[str, A
     """Return the share of the test images that is found, and by what it was measured."""
     asked = Circumstances("digits", (Budget(epsilon, 1e-5),), rounds, 4, "own", 0)
     # The rule would have fewer rounds where it finds no more useful.
-    with mock.patch.object(planner, "useful_rounds", lambda snr: rounds):
+    with mock.patch.object(planner, "useful_rounds", return_value=rounds):
         raw = Recommendation.of(asked).raw
     rate = raw["settings"]["learning_rate"] * noise / planner.NOISE
     raw = {**raw, "settings": {**raw["settings"], "learning_rate": rate}}
