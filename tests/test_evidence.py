@@ -145,7 +145,7 @@ MADE_BEFORE = {
     "recommend/text.json",
     "recommend/unlike.json",
 }
-"""Result files measured, in part at least, before it was recorded by what: to be measured again."""
+"""Files with results from before this was recorded, which are still to be measured again."""
 
 
 def test_every_stored_result_carries_by_what_it_was_made():
