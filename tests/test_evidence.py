@@ -118,15 +118,9 @@ MADE_BEFORE = {
     "evidence/results/fedfdp-fashion_mnist.json",
     "evidence/results/fedfdp-mnist.json",
     "evidence/results/fedproxvr.json",
-    "evidence/results/ldp-paper.json",
-    "evidence/results/ldp.json",
     "features/results/cifar10-sum.json",
     "features/results/cifar10.json",
-    "features/results/fashion_mnist-sum.json",
-    "features/results/fashion_mnist.json",
     "features/results/mnist-sum.json",
-    "features/results/mnist.json",
-    "fewer_bytes/deployed.json",
     "fewer_bytes/results.json",
     "heart/results.json",
     "joining/choice-fashion_mnist.json",
@@ -141,9 +135,7 @@ MADE_BEFORE = {
     "noise_for_the_sum/results-cnn.json",
     "noise_for_the_sum/results-logistic.json",
     "recommend/check.json",
-    "recommend/results.json",
     "recommend/text.json",
-    "recommend/unlike.json",
 }
 """Files with results from before this was recorded, which are still to be measured again."""
 
