@@ -120,7 +120,6 @@ MADE_BEFORE = {
     "evidence/results/fedproxvr.json",
     "features/results/cifar10-sum.json",
     "features/results/cifar10.json",
-    "features/results/mnist-sum.json",
     "fewer_bytes/results.json",
     "heart/results.json",
     "joining/choice-fashion_mnist.json",
