@@ -1,9 +1,10 @@
 """By what a result was made: what each stored one carries, and how pages say it."""
 
+import json
 import platform
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,24 @@ def made() -> dict[str, str]:
         "processor": f"{machine['processor']}, {machine['vector instructions']}",
         "device": machine["device"],
     }
+
+
+def stored_in(folder: Path) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Yield each result file under a folder by its path there, with its results."""
+    for path in sorted(folder.rglob("*.json")):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        yield path.relative_to(folder).as_posix(), list(_results(kept))
+
+
+def _results(kept: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the results in what a file holds: what says how it was made, or holds a number."""
+    parts = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list) else ()
+    numbers = any(isinstance(part, int | float) for part in parts)
+    if isinstance(kept, dict) and (numbers or {"made", "commit"} & kept.keys()):
+        yield kept
+    else:
+        for part in parts:
+            yield from _results(part)
 
 
 def tally(results: Iterable[Mapping[str, Any]]) -> list[list[str]]:

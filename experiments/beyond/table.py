@@ -160,7 +160,8 @@ class Results:
                 wanted = self.study.alone and cell.entrant == "own" and seed in self.study.seeds
                 if wanted and alone not in self.found:
                     sites = of_run(run)["sites"].values()
-                    self.found[alone] = _summary([each["local"] for each in sites])
+                    found = _summary([each["local"] for each in sites])
+                    self.found[alone] = found | {"made": made()}
             self.found[key] = figures
             text = json.dumps(self.found, indent=0, sort_keys=True) + "\n"
             write_whole(self._path, text.encode(), private=False)

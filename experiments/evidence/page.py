@@ -1,6 +1,5 @@
 """Write docs/evidence.md from the stored results alone."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -10,7 +9,7 @@ from experiments.evidence.cells import Book, table
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
-from experiments.made import tally
+from experiments.made import stored_in, tally
 
 PAGE: Final = HERE.parents[1] / "docs" / "evidence.md"
 
@@ -74,21 +73,15 @@ def _coverage(stored: Stored) -> tuple[str, str]:
 
 
 def _provenance() -> Iterator[str]:
-    """Commit, versions and machine of the results, as far as they were recorded."""
+    """Commit, versions and machine of all stored results, as far as they were recorded."""
     yield "## Provenance"
     yield (
-        "New results carry commit, versions, processor and device; for older ones some of these "
-        "were not recorded. Each result file has its own. A run that diverged gives other figures "
-        "on another processor, because of rounding."
+        "Which commits, versions and machines made the results stored in `experiments`, those of "
+        "other pages included. New results carry all of this; for older ones some of it was not "
+        "recorded. A run that diverged gives other figures on another processor, because of "
+        "rounding."
     )
-    rows = list[list[str]]()
-    for path in sorted(HERE.glob("results/*.json")):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        curves = "points" in kept
-        found = [kept] if curves else [o for r in kept.values() for o in r["seeds"].values()]
-        rows += [[path.stem, *row] for row in tally(found)]
-    for name, found in page_others.stored_elsewhere():
-        rows += [[name, *row] for row in tally(found)]
+    rows = [[name, *row] for name, found in stored_in(HERE.parent) for row in tally(found)]
     yield table(["stored", "results", "commits", "torch", "Python", "processor", "device"], rows)
 
 

@@ -176,15 +176,3 @@ def _noise() -> list[list[str]]:
                 said = f"Fashion-MNIST, 2 labels a site, ({float(epsilon):g}, 1e-5), {model}"
                 rows.append([said, noise, "", mean_text(found, 2)])
     return rows
-
-
-def stored_elsewhere() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the other folders whose figures the page shows, with their results."""
-    for path in sorted((EXPERIMENTS / "features" / "results").glob("*.json")):
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        shared = {key: whole[key] for key in ("torch", "python") if key in whole}
-        yield f"features/{path.stem}", [{**shared, **run} for run in whole["runs"].values()]
-    whole = json.loads((EXPERIMENTS / "heart" / "results.json").read_text(encoding="utf-8"))
-    yield "heart", [run for runs in whole["test"].values() for run in runs]
-    for path in sorted((EXPERIMENTS / "noise_for_the_sum").glob("results-*.json")):
-        yield f"noise_for_the_sum/{path.stem}", [*json.loads(path.read_text("utf-8")).values()]

@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from experiments.made import made
+
 import fedpact
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment import local
@@ -123,7 +125,8 @@ def main(model: str) -> None:
                 "up": [counted["up"] / share, sum(r.bytes_up for r in records) / share],
                 "down": [counted["down"] / share, sum(r.bytes_down for r in records) / share],
             }
-            found[f"{model}/{name}"] = {"d": d, "rounds": bits, "sockets": sockets}
+            figures = {"d": d, "rounds": bits, "sockets": sockets, "made": made()}
+            found[f"{model}/{name}"] = figures
             stored.write_text(json.dumps(found, indent=1) + "\n")
         rounds = found[f"{model}/{name}"]["rounds"]
         for told, some in (("first", rounds[:1]), ("later", rounds[1:])):

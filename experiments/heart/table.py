@@ -7,8 +7,8 @@ Columns, rounds and η are chosen on a quarter of the training records that is s
 cuts, with the noise over the records that all of them have. A hospital's accuracy counts alike, as
 in FLamby's table. The test parts are looked at by twenty runs of what was chosen. Results are
 stored as they come (results.json: of cuts the accuracy, of runs on the test parts all that is said
-of them, with commit and version), and what is stored is not run again; --again carries out the runs
-on the test parts anew, with the settings as stored, and stores none.
+of them), and what is stored is not run again; --again carries out the runs on the test parts anew,
+with the settings as stored, and stores none.
 """
 
 import argparse
@@ -69,11 +69,12 @@ def outcome(settings: list[str]) -> dict[str, Any]:
 
 def main(again: bool) -> None:
     """Choose for each noise and ε, carry out the table's runs, and print it."""
-    empty: dict[str, dict[str, list[Any]]] = {"cuts": {}, "test": {}}
+    empty: dict[str, dict[str, Any]] = {"cuts": {}, "test": {}}
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else empty
 
     def of_cuts(title: str, settings: list[str], epsilon: float) -> float:
-        known = found["cuts"].setdefault(title, [])
+        kept = found["cuts"].setdefault(title, {"accuracy": [], "made": made()})
+        known = kept["accuracy"]
         aside = [*settings, f"privacy.epsilon={epsilon / KEPT}", "partition.held_out=0.25"]
         for cut in range(100 + len(known), 100 + CUTS):
             known.append(round(outcome([*aside, f"seed={cut}"])["accuracy"], 6))

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from experiments.made import made
 
 from fedpact.data.public import load_flamby
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian
@@ -86,7 +87,7 @@ def main() -> None:
             found = {"rounds": rounds, "rate": rate, "aside": round(float(np.mean(each)), 4)}
             found["weight"] = 0.0 if np.isinf(weight) else weight
             best = max(best, (float(np.mean(each)), found), key=lambda one: one[0])
-        chosen[f"{entrant} ε={epsilon:g}"] = best[1]
+        chosen[f"{entrant} ε={epsilon:g}"] = best[1] | {"made": made()}
         print(entrant, epsilon, best[1], flush=True)
     path = HERE / "choice-heart_disease.json"
     path.write_text(json.dumps(chosen, indent=1, sort_keys=True) + "\n")

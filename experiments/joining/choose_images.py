@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 import torch
 from experiments.joining.run import EPSILONS, STUDIES, Setting
+from experiments.made import made
 from torch import Tensor
 
 from fedpact.data.partition import make_partition
@@ -160,12 +161,13 @@ def write(name: str, found: dict[Setting, float]) -> None:
         chosen[f"{entrant} ε={epsilon:g}"] = {
             **{key: getattr(best, key) for key in ("rounds", "rate", "weight", "noise", "decay")},
             "aside": round(some[best], 4),
+            "made": made(),
         }
         print(best, f"{100 * some[best]:.2f}")
     for setting, accuracy in found.items():
         alike = replace(setting, rounds=0, rate=0.0)
         best_of[alike] = max(best_of.get(alike, (0.0, "")), (round(accuracy, 4), str(setting)))
-    tried = {told: accuracy for accuracy, told in best_of.values()}
+    tried = {told: {"aside": aside, "made": made()} for aside, told in best_of.values()}
     for kind, what in (("choice", chosen), ("tried", tried)):
         path = HERE / f"{kind}-{name}.json"
         path.write_text(json.dumps(what, indent=1, sort_keys=True) + "\n")

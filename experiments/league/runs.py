@@ -146,8 +146,8 @@ class Results:
         )
 
     def keep(self, key: str, value: dict[str, Any]) -> dict[str, Any]:
-        """Store a result."""
-        self.found[key] = value
+        """Store a result, and by what it was made."""
+        self.found[key] = value = value | {"made": made()}
         text = json.dumps(self.found, indent=0, sort_keys=True, ensure_ascii=False) + "\n"
         write_whole(self._path, text.encode(), private=False)
         return value
@@ -239,6 +239,5 @@ def _carried_out(plan: fedpact.Plan) -> tuple[dict[str, Any], dict[str, Any]]:
             "rounds": done.summary["rounds"],
             "spent": spent,
             **({"diverged": last.round} if done.summary["status"] == "diverged" else {}),
-            "made": made(),
         }
         return kept, dict(done.summary)

@@ -1,6 +1,6 @@
 """LoRA on BERT, GPT-2 and T5 at ε = 4: is 47 words of Shakespeare from a comedy or not?
 
-    FEDPACT_DATA=DIR python experiments/lora/run.py [KIND ...]      25 minutes of one core for all
+    FEDPACT_DATA=DIR python -m experiments.lora.run [KIND ...]      25 minutes of one core for all
 
 Needs transformers and peft; nothing is downloaded. A text is 47 consecutive words, and its label is
 whether the First Folio prints the play among the comedies. Of every five texts two are public. They
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from experiments.made import made
 from peft import LoraConfig, TaskType, get_peft_model
 
 import fedpact
@@ -162,6 +163,7 @@ def measure(
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "adapters stored and merged alike": stored,
         "minutes": (time.process_time() - start) / 60,
+        "made": made(),
     }
 
 
@@ -183,8 +185,6 @@ def main(kinds: list[str]) -> None:
     data = {"train": table(2, 3), "test": table(4)}
     tested = Counter(data["test"]["label"])
     stored = json.loads(STORED.read_text()) if STORED.exists() else {}
-    stored["texts"] = {part: len(columns["label"]) for part, columns in data.items()}
-    stored["majority"] = max(tested.values()) / sum(tested.values())
     for kind in kinds or list(ADAPTED):
         weights: dict[str, torch.Tensor] = {}
 
@@ -202,7 +202,8 @@ def main(kinds: list[str]) -> None:
             best = max(RATES, key=lambda rate: scores[rate])
             for seed in SEEDS:
                 once(f"{named}, seed {seed}", data, epsilon, seed, best)
-    print(f"majority {stored['majority']:.3f}, {stored['texts']}")
+    counts = {part: len(columns["label"]) for part, columns in data.items()}
+    print(f"majority {max(tested.values()) / sum(tested.values()):.3f}, {counts}")
     for kind in ADAPTED:
         for how in HOW:
             found = [stored[n] for s in SEEDS if (n := f"{kind}, {how}, seed {s}") in stored]

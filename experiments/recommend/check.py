@@ -10,11 +10,12 @@ the configuration, and not computed again.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from experiments.made import made
 
 import fedpact
 from fedpact.privacy.accounting.accountant import Budget
@@ -63,20 +64,16 @@ def accuracy(raw: dict[str, Any]) -> float:
 def main(rows: list[str]) -> None:
     """Run what is missing, and print each row."""
     found: dict[str, Any] = json.loads(STORED.read_text()) if STORED.exists() else {}
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, cwd=HERE, capture_output=True, text=True).stdout.strip()
     for row in rows:
         for trust in ("own", "sum"):
             title, raw = f"{row} {trust}", configuration(row, trust)
-            known = found.setdefault(title, {"plan": raw, "commit": "", "accuracy": []})
-            if known["plan"] != raw:
-                sys.exit(f"{title}: check.json is of another configuration; take it out")
-            for seed in range(len(known["accuracy"]), ROWS[row][-1]):
-                known["accuracy"].append(accuracy(raw | {"seed": seed}))
-                if commit not in known["commit"]:
-                    known["commit"] = ", ".join(filter(None, (known["commit"], commit)))
+            if title not in found:
+                each = [accuracy(raw | {"seed": seed}) for seed in range(ROWS[row][-1])]
+                found[title] = {"plan": raw, "accuracy": each, **made()}
                 STORED.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-            values = [100 * value for value in known["accuracy"]]
+            if found[title]["plan"] != raw:
+                sys.exit(f"{title}: check.json is of another configuration; take it out")
+            values = [100 * value for value in found[title]["accuracy"]]
             spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
             print(f"| {row} | {trust} | {statistics.fmean(values):.2f}{spread} |", flush=True)
 

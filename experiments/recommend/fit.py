@@ -4,8 +4,8 @@
 
 The digits (none of the data sets that other experiments are judged by), four sites, features and a
 linear model as recommended. a is the noise of an answer (privacy/accounting/planner.py); every
-other value
-of it and of T is tried. Each result is stored as it comes (results.json) and not computed again.
+other value of it and of T is tried. Each result is stored as it comes (results.json) and not
+computed again.
 """
 
 import json
@@ -13,6 +13,10 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from experiments.made import made
 
 import fedpact
 from fedpact.privacy.accounting import planner
@@ -26,16 +30,18 @@ ROUNDS = (3, 10, 30, 100)
 EPSILONS = (0.5, 2.0, 8.0, 32.0)
 
 
-def accuracy(epsilon: float, rounds: int, noise: float, seed: int) -> float:
-    """Return the share of the test images that is found."""
+def figures(epsilon: float, rounds: int, noise: float, seed: int) -> dict[str, Any]:
+    """Return the share of the test images that is found, and by what it was measured."""
     asked = Circumstances("digits", (Budget(epsilon, 1e-5),), rounds, 4, "own", 0)
-    raw = Recommendation.of(asked).raw
+    # The rule would have fewer rounds where it finds no more useful.
+    with mock.patch.object(planner, "useful_rounds", return_value=rounds):
+        raw = Recommendation.of(asked).raw
     rate = raw["settings"]["learning_rate"] * noise / planner.NOISE
     raw = {**raw, "settings": {**raw["settings"], "learning_rate": rate}}
     raw |= {"seed": seed, "run": {"evaluate_every": 1000}}
     with tempfile.TemporaryDirectory() as folder:
         done = fedpact.run(fedpact.Plan.parse(raw), Path(folder) / "run")
-    return done.summary["accuracy"]
+    return {"accuracy": done.summary["accuracy"], **made()}
 
 
 def main(seeds: int) -> None:
@@ -49,9 +55,9 @@ def main(seeds: int) -> None:
                 for seed in range(seeds):
                     name = f"{epsilon:g} {rounds} {noise:g} {seed}"
                     if name not in found:
-                        found[name] = accuracy(epsilon, rounds, noise, seed)
+                        found[name] = figures(epsilon, rounds, noise, seed)
                         STORED.write_text(json.dumps(found, indent=1) + "\n")
-                    values.append(100 * found[name])
+                    values.append(100 * found[name]["accuracy"])
                 means.append(f"{statistics.fmean(values):.1f}")
             print(f"| {epsilon:g} | {rounds} | {' | '.join(means)} |", flush=True)
 

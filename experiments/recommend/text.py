@@ -15,8 +15,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from pydoc_data import topics
+from typing import Any
 
 import numpy as np
+from experiments.made import made
 
 import fedpact
 from fedpact.data.schema import PlanRecords
@@ -43,8 +45,10 @@ def write(path: Path) -> None:
     np.savez(path, x=pieces[:, :-1], y=pieces[:, -1])
 
 
-def accuracy(data: Path, case: tuple[int, float], rounds: int, noise: float, seed: int) -> float:
-    """Return the share of the characters set aside that is found."""
+def figures(
+    data: Path, case: tuple[int, float], rounds: int, noise: float, seed: int
+) -> dict[str, Any]:
+    """Return the share of the characters set aside that is found, and by what it was measured."""
     sites, epsilon = case
     records = PlanRecords(vocabulary=CHARACTERS, classes=[str(k) for k in range(CHARACTERS)])
     asked = Circumstances(
@@ -56,7 +60,7 @@ def accuracy(data: Path, case: tuple[int, float], rounds: int, noise: float, see
     raw |= {"seed": seed, "run": {"evaluate_every": 1000}}
     with tempfile.TemporaryDirectory() as folder:
         done = fedpact.run(fedpact.Plan.parse(raw), Path(folder) / "run")
-    return done.summary["accuracy"]
+    return {"accuracy": done.summary["accuracy"], **made()}
 
 
 def main(seeds: int) -> None:
@@ -72,9 +76,9 @@ def main(seeds: int) -> None:
                     for seed in range(seeds):
                         name = f"{case[0]} {case[1]:g} {rounds} {noise:g} {seed}"
                         if name not in found:
-                            found[name] = accuracy(data, case, rounds, noise, seed)
+                            found[name] = figures(data, case, rounds, noise, seed)
                             STORED.write_text(json.dumps(found, indent=1) + "\n")
-                        values.append(100 * found[name])
+                        values.append(100 * found[name]["accuracy"])
                     means.append(f"{statistics.fmean(values):.1f}")
                 print(f"| {case[0]} | {case[1]:g} | {rounds} | {' | '.join(means)} |", flush=True)
 

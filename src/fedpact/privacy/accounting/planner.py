@@ -22,10 +22,10 @@ over t = 1 .. T (if each site has its own noise, σ² is the mean of theirs), an
 have moved it by η C Σ_t g_t. For rows of unit norm a is the noise of the model's output in log
 odds, for any data. At a given (ε, δ) σ grows with sqrt(T), so a depends on the total path length
 and not on T: more rounds make smaller steps on the same path. The same holds for a run's
-signal-to-noise ratio, and yet rounds matter. If noise moves the model as far as all records
-together, each further round trains on the noise of earlier ones; otherwise short steps reach points
-that long ones overshoot. Two constants describe this, which experiments/recommend/fit.py fits on
-the digits (1,442 images): a, and the number of rounds for a signal-to-noise ratio.
+signal-to-noise ratio. If noise moves the model as far as all records together, more than a few
+rounds gain nothing; otherwise short steps reach points that long ones overshoot. Two constants
+describe this, which experiments/recommend/fit.py fits on the digits (1,442 images): a, and the
+number of rounds for a signal-to-noise ratio.
 
 At a given (ε, δ), the benefit for training grows with
 
