@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -37,18 +36,17 @@ def print_run(run: "RunSummary", page: Path | None) -> None:
     from fedpact.common.notebook import print_table
     from fedpact.report.page import build_headline
 
-    table = Table(
-        title=Text(f"{run.title}: {run.ended}"), title_justify="left", show_header=False, box=None
-    )
-    for card in build_headline(run):
-        note = card.note + (" (simulator only)" if card.simulator_only else "")
-        # Text, because a site's name may look like markup.
-        value = Text(card.value, style="bold red" if card.bad else "bold")
-        table.add_row(card.label, value, Text(note))
-    console = Console()
-    # A pipe has no width: each figure gets one line.
-    console.width = console.width if console.is_terminal else 200
-    print_table(console, table)
+    rows = [
+        (
+            card.label,
+            Text(card.value, style="bold red" if card.bad else "bold"),
+            card.note + (" (simulator only)" if card.simulator_only else ""),
+        )
+        for card in build_headline(run)
+    ]
+    console, form = wide_console(), {"title_justify": "left", "show_header": False, "box": None}
+    title = Text(f"{run.title}: {run.ended}")
+    print_table(console, ("",) * 3, rows, title=title, **form)
     if run.private and run.seeded:
         console.print(
             "A simulation: its seeded noise protects nobody; ε is what a deployment would "
@@ -57,6 +55,13 @@ def print_run(run: "RunSummary", page: Path | None) -> None:
     # Not wrapped: a path must stay whole to be opened.
     if page is not None:
         console.print(Text(str(page)), soft_wrap=True)
+
+
+def wide_console() -> Console:
+    """Return a console for tables: a pipe, which has no width, gets each row on one line."""
+    console = Console(highlight=False)
+    console.width = console.width if console.is_terminal else 200
+    return console
 
 
 def plain_console() -> Console:

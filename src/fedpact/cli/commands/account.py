@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fedpact.cli.console import AsJson, show
 from fedpact.common import check
@@ -303,12 +302,9 @@ def _covers(left: Remaining | None, joint: bool) -> str:
 
 def _print(document: dict[str, Any], answers: list[dict[str, Any]], per_person: int | None) -> None:
     solved = document["solved_for"]
-    table = Table(title=f"({solved} is computed)", title_justify="left", box=None)
     person = () if per_person is None else (f"ε, person of {per_person}",)
-    for column in ("ε", *person, "δ", "q", "σ", "releases", "accountant"):
-        table.add_column(column)
-    for row in answers:
-        table.add_row(
+    rows = [
+        (
             _bound(row["epsilon"]),
             *(_bound(row["epsilon_per_person"]) for _ in person),
             f"{row['delta']:g}",
@@ -317,8 +313,11 @@ def _print(document: dict[str, Any], answers: list[dict[str, Any]], per_person: 
             str(row["steps"]),
             _name(row),
         )
-    console = Console()
-    print_table(console, table)
+        for row in answers
+    ]
+    columns = ("ε", *person, "δ", "q", "σ", "releases", "accountant")
+    console, title = Console(), f"({solved} is computed)"
+    print_table(console, columns, rows, title=title, title_justify="left", box=None)
     if solved == "steps" and not any(row["steps"] for row in answers):
         console.print(
             "\nNot even one such release fits in that budget: use a larger σ or a smaller q."

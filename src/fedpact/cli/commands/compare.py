@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fedpact.cli.console import INTERRUPTED, AsJson, StopOnInterrupt, show
+from fedpact.cli.console import INTERRUPTED, AsJson, StopOnInterrupt, show, wide_console
 from fedpact.cli.reference import check_keys
 from fedpact.common import check
 from fedpact.common.errors import InputError
@@ -230,9 +229,7 @@ def _print(comparison: Comparison) -> None:
     )
     from fedpact.report.evaluations import summarise_evaluations, summarise_joining
 
-    out = Console(file=sys.stdout, highlight=False)
-    # A pipe has no width: each row gets one line.
-    out.width = out.width if out.is_terminal else 200
+    out = wide_console()
     comparison_table(comparison).print(out, f"comparison {comparison.folder}")
     for key in comparison.swept:
         for swept in tabulate_sweep(comparison, key):
