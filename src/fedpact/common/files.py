@@ -8,13 +8,14 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import json
 import os
 import re
 import secrets
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from fedpact.common.errors import DataError, InputError
 
@@ -131,6 +132,15 @@ def parse_errors(path: Path, advice: str) -> Iterator[None]:
             f"{path} cannot be understood ({type(error).__name__}: {error}): it is damaged, or not "
             f"what fedpact wrote there; {advice}"
         ) from None
+
+
+def read_table(path: Path) -> Mapping[str, Any]:
+    """Return a JSON file's table; an empty one if it is missing or incomplete."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return cast(Mapping[str, Any], found) if isinstance(found, dict) else {}
 
 
 @contextlib.contextmanager

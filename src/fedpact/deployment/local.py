@@ -29,7 +29,6 @@ _GRACE_SECONDS = 10.0
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 SERVER: Final = "server"
 _MODULE = "fedpact.deployment.party"
-_ENDED_HERE = "ended; the final model is here"
 
 
 def parties(directory: Path) -> dict[str, Path]:
@@ -195,14 +194,9 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
 
 
-def ledger_path(site: Path) -> Path:
-    """Return the path of a site's ledger."""
-    return site / SiteSettings.read(site).ledger
-
-
 def ledger_of(site: Path) -> Mapping[str, Any] | None:
     """Return the receipt of a site's ledger; None if there is no ledger yet."""
-    path = ledger_path(site)
+    path = site / SiteSettings.read(site).ledger
     # The site may be writing its first entry.
     return receipt(path) if path.exists() and b"\n" in path.read_bytes() else None
 
@@ -226,4 +220,5 @@ def _outcome(server: Path) -> str:
 
 def _at_site(site: Path, run: str) -> str:
     """Return the state of a run as a site knows it: whether it has the final model."""
-    return "known to the server" if read_ending(site, run) is None else _ENDED_HERE
+    ended = read_ending(site, run) is not None
+    return "ended; the final model is here" if ended else "known to the server"
