@@ -54,7 +54,7 @@ class FinalModel:
 
     def keep(self, task: Task) -> None:
         """Store the model received from the server."""
-        module = self._module()
+        module = self.files.workshop.module()
         FlatModel(module).load(self.own_model(task.vectors["w"], task.included))
         by = task.vectors.get(CONSTANTS)
         columns = None if by is None else name_columns(self.files.plan.records.released, by)
@@ -68,13 +68,15 @@ class FinalModel:
         None: the file of a server on this machine. Raises InputError: no such file, or not the
         plan's model.
         """
-        of, module = self.files, self._module()
+        of, module = self.files, self.files.workshop.module()
         path = find_published_model(of.directory, of.federation.run, source)
         flat, rounds = FlatModel(module), _rounds_beside(path)
         w = read_model(path, module, flat)
         flat.load(self.own_model(w, of.last_round(rounds or of.plan.rounds)))
         said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}
-        self._write(module, self._columns_beside(path), said)
+        names = of.plan.records.released
+        columns = read_scales(path.with_name(COLUMNS), names) if names else None
+        self._write(module, columns, said)
         return of.directory / RUN
 
     def own_model(self, w: Tensor, included: int) -> Tensor:
@@ -104,10 +106,6 @@ class FinalModel:
             "delta": {self.files.name: found["delta"]},
         }
 
-    def _columns_beside(self, model: Path) -> Any:
-        names = self.files.plan.records.released
-        return read_scales(model.with_name(COLUMNS), names) if names else None
-
     def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
         folder, of = Folder(self.files.directory / RUN), self.files.federation
         folder.path.mkdir(exist_ok=True)
@@ -119,9 +117,6 @@ class FinalModel:
             folder.write_json(COLUMNS, columns)
         folder.write_json("summary.json", {"run": of.run, "site": self.files.name, **said})
         write_whole(folder.path / "model.safetensors", save_tensors(state_of(module)))
-
-    def _module(self) -> nn.Module:
-        return self.files.workshop.module()
 
 
 def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:

@@ -22,27 +22,13 @@ from torch import Tensor
 from fedpact.algorithms.wrappers.released_scales import check_as_declared, find_examined
 from fedpact.common.errors import LedgerError
 from fedpact.common.files import write_whole
-from fedpact.common.messages import (
-    EVALUATION,
-    FINAL,
-    Refusal,
-    Reply,
-    State,
-    Step,
-    Task,
-    Vectors,
-)
+from fedpact.common.messages import EVALUATION, FINAL, Refusal, Reply, State, Step, Task, Vectors
 from fedpact.common.params import FlatModel, one_thread, state_of
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import Draws, SeededDraws
 from fedpact.common.run_folder import RUN, check_writable
 from fedpact.data.splits import number_persons
-from fedpact.deployment.final_model import (
-    FinalModel,
-    find_published_model,
-    read_ending,
-    read_model,
-)
+from fedpact.deployment.final_model import FinalModel, find_published_model, read_ending, read_model
 from fedpact.deployment.site_records import Own, SiteFiles, own_records
 from fedpact.deployment.store import LastReply, Store, read_store
 from fedpact.evaluation.held_out import HeldOut, charge_of, hold_out, key_of_seed

@@ -394,9 +394,7 @@ def _line(record: RoundRecord) -> str:
     found = headline_metric(record.accuracy, record.loss, exact_percent)
     accuracy = "" if record.accuracy is None else f"  {' '.join(found)}"
     refused = "".join(f"  {site}: {code}" for site, code in record.refused.items())
-    alone = max(record.epsilon_alone.values(), default=None)
-    spent = upper(max(record.epsilon.values()))
-    spent += "" if alone is None else f" (alone {upper(alone)})"
+    spent = record.most_spent()
     return f"round {record.round}{accuracy}  ε {spent}  {record.seconds:.1f} s{refused}"
 
 

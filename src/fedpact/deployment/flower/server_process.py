@@ -18,13 +18,7 @@ from fedpact.common.messages import Refusal, RoundRecord, from_bytes
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import flower_records
-from fedpact.deployment.flower.internals import (
-    PromptGrid,
-    SuperLink,
-    TaskQueue,
-    public_pem,
-    tls,
-)
+from fedpact.deployment.flower.internals import PromptGrid, SuperLink, TaskQueue, public_pem, tls
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
 from fedpact.deployment.server import Coordinator, print_round
