@@ -134,7 +134,7 @@ def parse_errors(path: Path, advice: str) -> Iterator[None]:
         ) from None
 
 
-def read_table(path: Path) -> Mapping[str, Any]:
+def read_json_table(path: Path) -> Mapping[str, Any]:
     """Return a JSON file's table; an empty one if it is missing or incomplete."""
     try:
         found = json.loads(path.read_bytes())
@@ -208,7 +208,6 @@ def check_file(option: str, out: Path, *endings: str) -> None:
 _LETTERS: Final = str.maketrans(
     {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
 )
-
 
 _LONGEST_NAME: Final = 100
 

@@ -32,7 +32,6 @@ _FROZEN = ConfigDict(
 )
 _Model = TypeVar("_Model", bound=BaseModel)
 
-
 _AGREED = {"classes", "shape", "values", "seeds", "records", "person", "groups", "features"}
 _OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS_KEY)  # of plan.json
 

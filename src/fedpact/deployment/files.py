@@ -198,7 +198,6 @@ evaluation_epsilon_per_run = {0.epsilon!r}
 evaluation_delta_per_run = {0.delta!r}
 """
 
-
 # A host name or an IPv4 address: the server does not listen on IPv6.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")

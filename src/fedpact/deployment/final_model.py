@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.client import read_memory
 from fedpact.common.errors import DataError, LedgerError, PlanError
-from fedpact.common.files import read_table, write_whole
+from fedpact.common.files import read_json_table, write_whole
 from fedpact.common.messages import Task
 from fedpact.common.params import FlatModel, state_of
 from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_scales
@@ -170,7 +170,7 @@ def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
         )
     # The run's name is in environment.json at the server, in summary.json at a site.
     for name in ("environment.json", "summary.json"):
-        found = read_table(path.with_name(name)).get("run", run)
+        found = read_json_table(path.with_name(name)).get("run", run)
         if found != run:
             raise PlanError(
                 f"{path} is the model of run {found!r}, but federation.toml is for run {run!r}: "
@@ -182,7 +182,7 @@ def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
 def _rounds_beside(model: Path) -> int | None:
     """Return the round of a model from the summary next to it; None without one."""
     try:
-        return int(read_table(model.with_name("summary.json"))["rounds"])
+        return int(read_json_table(model.with_name("summary.json"))["rounds"])
     except (ValueError, LookupError, TypeError):
         return None
 

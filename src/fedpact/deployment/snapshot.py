@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedpact.common.errors import DataError
-from fedpact.common.files import read_table
+from fedpact.common.files import read_json_table
 from fedpact.common.format import against_majority_class, counted
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import WAITS, folder_of_run
@@ -81,7 +81,7 @@ def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
     if not (folder / "privacy.json").exists():
         raise DataError(f"the run in {folder} is being set up: look again in a moment")
     run, begun = read_run(folder, begun=False), (folder / "rounds.jsonl").exists()
-    waits, last = read_table(folder / WAITS), run.last
+    waits, last = read_json_table(folder / WAITS), run.last
     ended = bool(run.summary) and not (held and run.status == "stopped")
     said = "running" if begun else "waiting for the first round"
     state = run.ended if ended else said if held else "interrupted"
@@ -216,7 +216,7 @@ def _to_do(
         if not ended and told["code"] != "budget":
             yield f"Site {site} {told['why']}."
     if deployed and ended and run.last.round:
-        handed = read_table(folder / HANDED_OVER)
+        handed = read_json_table(folder / HANDED_OVER)
         for site in run.sites:
             if handed.get(site, [None, None])[1] != run.last.round:
                 yield (
@@ -228,14 +228,14 @@ def _to_do(
 def _site(directory: Path) -> Document:
     settings = SiteSettings.read(directory)
     federation = Federation.read(directory / "federation.toml")
-    plan, path = read_table(directory / "plan.json"), directory / settings.ledger
+    plan, path = read_json_table(directory / "plan.json"), directory / settings.ledger
     progress = Progress.of(read_store(directory, PROGRESS))
     if progress.run != federation.run:
         # It belongs to an earlier run of this site.
         progress = Progress()
     ledger = _ledger(path, path.stat().st_mtime_ns) if path.exists() else {"runs": {}, "entries": 0}
     # Otherwise the model belongs to an earlier run.
-    ended = read_table(directory / "run" / "summary.json").get("run") == federation.run
+    ended = read_json_table(directory / "run" / "summary.json").get("run") == federation.run
     running = is_held(directory)
     to_do = [
         f"It refused {counted(n, 'task')} ({c}): it {REASONS.get(c, 'logs the reason')}."

@@ -16,7 +16,6 @@ from fedpact.common.notebook import print_table
 
 _MADE: Final = "made, not read"
 
-
 _ABOUT: Final = {
     "digits": ("CC BY 4.0, from UCI, with the package", "1,797 handwritten digits, 8 x 8"),
     "mnist": ("mnist", "70,000 handwritten digits, 28 x 28"),
@@ -33,7 +32,6 @@ _ABOUT: Final = {
     "synthetic_iid": (_MADE, "100 devices with the same distribution"),
 }
 """Name -> the public data set with its files, or a licence; a description."""
-
 
 app = group("List, verify and download the public data sets.")
 

@@ -28,12 +28,9 @@ Form = Literal["compose", "helm", "systemd", "flower"]
 
 _POLL_SECONDS = 0.5
 
-
 _SHOWN = 5
 
-
 app = group("Run a federation on real machines, over Flower.")
-
 
 Where = Annotated[
     Path,

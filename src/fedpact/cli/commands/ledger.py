@@ -20,9 +20,7 @@ _TORN = (
     "that its runs reserved counts as spent"
 )
 
-
 app = group("Show, verify and export what sites have reserved and spent.")
-
 
 Where = Annotated[
     Path, typer.Argument(help="A ledger.jsonl, or a folder with the ledgers of several sites.")

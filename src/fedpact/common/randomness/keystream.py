@@ -52,7 +52,6 @@ _SMALL: Final = 2.0**-12
 # ever for the threads that only its parent has.
 _NUMPY_IS_FAST: Final = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
-
 Words = NDArray[np.uint64]
 Floats = NDArray[np.floating[Any]]
 Further = Callable[[int], Words]
