@@ -32,6 +32,7 @@ from fedpact.deployment import local, packaging, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.health import find_outage
 from fedpact.deployment.local import die_with_parent
+from fedpact.deployment.site_records import SiteSettings
 
 ROOT = Path(__file__).parents[2]
 FEDPACT = [sys.executable, "-c", "from fedpact.cli.main import main; main()"]
@@ -159,7 +160,7 @@ def test_compose_gives_each_party_what_it_needs_and_no_more(packaged):
         home = where / mounts["/party"]["source"]
         assert mounts["/party/records"].get("read_only") is True
         assert (home / "records" / "records.npz").exists()
-        ledger = Path("/party") / local.ledger_path(home).relative_to(home)
+        ledger = Path("/party") / SiteSettings.read(home).ledger
         assert ledger.parent == Path(mounts["/party/ledger"]["target"])
         assert where / mounts["/party/ledger"]["source"] == home / "ledger"
 

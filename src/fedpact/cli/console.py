@@ -4,17 +4,18 @@ import json
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from fedpact.common.records import strict
 
 if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
+
     from fedpact.report.run_summary import RunSummary
 
 INTERRUPTED: Final = 130
@@ -37,18 +38,17 @@ def print_run(run: "RunSummary", page: Path | None) -> None:
     from fedpact.common.notebook import print_table
     from fedpact.report.page import build_headline
 
-    table = Table(
-        title=Text(f"{run.title}: {run.ended}"), title_justify="left", show_header=False, box=None
-    )
-    for card in build_headline(run):
-        note = card.note + (" (simulator only)" if card.simulator_only else "")
-        # Text, because a site's name may look like markup.
-        value = Text(card.value, style="bold red" if card.bad else "bold")
-        table.add_row(card.label, value, Text(note))
-    console = Console()
-    # A pipe has no width: each figure gets one line.
-    console.width = console.width if console.is_terminal else 200
-    print_table(console, table)
+    rows = [
+        (
+            card.label,
+            Text(card.value, style="bold red" if card.bad else "bold"),
+            card.note + (" (simulator only)" if card.simulator_only else ""),
+        )
+        for card in build_headline(run)
+    ]
+    console, form = wide_console(), {"title_justify": "left", "show_header": False, "box": None}
+    title = Text(f"{run.title}: {run.ended}")
+    print_table(console, ("",) * 3, rows, title=title, **form)
     if run.private and run.seeded:
         console.print(
             "A simulation: its seeded noise protects nobody; ε is what a deployment would "
@@ -57,6 +57,30 @@ def print_run(run: "RunSummary", page: Path | None) -> None:
     # Not wrapped: a path must stay whole to be opened.
     if page is not None:
         console.print(Text(str(page)), soft_wrap=True)
+
+
+def wide_console() -> Console:
+    """Return a console for tables: a pipe, which has no width, gets each row on one line."""
+    console = Console(highlight=False)
+    console.width = console.width if console.is_terminal else 200
+    return console
+
+
+class LiveProgress:
+    """Bars while runs go on, on a terminal only. columns: rich's, beside a bar's picture."""
+
+    def __init__(self, console: Console, *columns: "ProgressColumn") -> None:
+        from rich.progress import Progress
+
+        self._console = console
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
 
 
 def plain_console() -> Console:

@@ -69,10 +69,11 @@ def read_configuration(
     belong to its algorithm, and are dropped if an override names another.
     Raises PlanError: the file or an override cannot be read.
     """
+    typed = dict[str, Any]()
     for setting in overrides:
-        override({}, setting)  # before the file, as "--set key value" makes a file of the value
+        override(typed, setting)  # before the file, as "--set key value" makes a file of the value
     raw = read(read_file(_DEFAULT if path is None else Path(path)))
-    if path is None and overridden(overrides, "algorithm") not in (None, raw["algorithm"]):
+    if path is None and typed.get("algorithm", raw["algorithm"]) != raw["algorithm"]:
         del raw["settings"]
     # If both alternatives were typed, both are kept, so that the plan refuses them.
     drop_overridden(raw, [key_of(setting) for setting in overrides])
@@ -95,15 +96,6 @@ def drop_overridden(raw: dict[str, Any], keys: Collection[str]) -> None:
     for key in keys:
         if (other := _ONE_OF.get(key)) is not None and other not in keys:
             raw.pop(other, None)
-
-
-def overridden(overrides: Sequence[str], key: str) -> Any:
-    """Return the value that `key=value` overrides give a key, None if none does."""
-    found = dict[str, Any]()
-    for setting in overrides:
-        if key_of(setting) == key:
-            override(found, setting)
-    return found.get(key)
 
 
 def select_given(

@@ -8,13 +8,14 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import json
 import os
 import re
 import secrets
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from fedpact.common.errors import DataError, InputError
 
@@ -133,12 +134,21 @@ def parse_errors(path: Path, advice: str) -> Iterator[None]:
         ) from None
 
 
+def read_json_table(path: Path) -> Mapping[str, Any]:
+    """Return a JSON file's table; an empty one if it is missing or incomplete."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return cast(Mapping[str, Any], found) if isinstance(found, dict) else {}
+
+
 @contextlib.contextmanager
-def only_one(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
+def only_one(path: Path, what: str) -> Iterator[None]:
     """Hold a lock inside the block; it is released however the process ends.
 
-    what: "directory has a server already", for the error. wait: until the lock is free.
-    Raises InputError: it is held, or belongs to another account.
+    what: "directory has a server already", for the error. Raises InputError: it is held, or belongs
+    to another account.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -150,7 +160,7 @@ def only_one(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         ) from None
     with open(opened, "ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
                 f"{what} (it holds {path}): leave it running, or end it before starting another"
@@ -198,7 +208,6 @@ def check_file(option: str, out: Path, *endings: str) -> None:
 _LETTERS: Final = str.maketrans(
     {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L"}
 )
-
 
 _LONGEST_NAME: Final = 100
 

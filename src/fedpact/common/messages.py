@@ -62,14 +62,11 @@ class Task:
 EVALUATION: Final = "evaluation"
 """The algorithm of a task that only asks for sums over held-out records at "w"."""
 
-
 FINAL: Final = "final model"
 """The algorithm of a task that delivers the run's final model, and asks for nothing."""
 
-
 READY: Final = "ready"
 """The algorithm of a task that asks whether a site would take part, which costs nothing."""
-
 
 FREE: Final = (FINAL, READY)
 """The algorithms of tasks that a site answers without any release."""
@@ -199,7 +196,6 @@ Message = Task | Reply | Refusal | Step | State
 _KINDS: dict[str, type[Message]] = {
     kind.__name__: kind for kind in (Task, Reply, Refusal, Step, State)
 }
-
 
 _DECLARED: Final[Mapping[type[Message], Mapping[str, object]]] = {
     kind: {f.name: f.type for f in dataclasses.fields(kind)} for kind in _KINDS.values()

@@ -9,13 +9,13 @@ Nothing is fetched or executed, so untrusted notebooks display it, too.
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 _THEMES: Final = {
@@ -133,13 +133,10 @@ class TextTable:
     first: str = ""
 
     def print(self, console: Console, title: str = "") -> None:
-        """Print it without interpreting markup."""
-        table = Table(self.first, title=Text(title) if title else None, title_justify="left")
-        for heading in self.headings:
-            table.add_column(heading, justify="right")
-        for row in self.rows:
-            table.add_row(*map(Text, row))
-        print_table(console, table)
+        """Print it with its figures to the right."""
+        columns = [self.first, *(Column(heading, justify="right") for heading in self.headings)]
+        told = Text(title) if title else None
+        print_table(console, columns, self.rows, title=told, title_justify="left")
 
     def html(self, title: str, note: str, warning: Sequence[str] = ()) -> str:
         """Return it as a card. warning: lines above the table, in red."""
@@ -214,11 +211,20 @@ class Bar:
         )
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table; if its longest words do not fit, at full width, so that the terminal wraps it.
+def print_table(
+    console: Console,
+    columns: Sequence[str | Column],
+    rows: Iterable[Sequence[str | Text]],
+    **options: Any,
+) -> None:
+    """Print rows of texts, in which nothing is taken for markup. options: of rich's Table.
 
-    Rich would truncate words, and a truncated ε is a wrong ε.
+    If the longest words do not fit, they are printed at full width, so that the terminal wraps
+    them: rich would truncate words, and a truncated ε is a wrong ε.
     """
+    table = Table(*columns, **options)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     for column in table.columns:
         column.overflow = "fold"
     needed = console.measure(table, options=console.options.update(width=10_000))

@@ -26,7 +26,6 @@ TOKENS: Final = ("input_ids", "attention_mask", "token_type_ids", "decoder_input
 
 from_numpy = cast(Callable[[NDArray[Any]], Tensor], torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
 
-
 Precision = Literal["float32", "tf32", "bf16"]
 """The precision of products in forward and backward passes."""
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from fedpact.common.format import upper
+
 SumsBySite = Mapping[str, Mapping[str, Sequence[float]]]
 
 
@@ -69,6 +71,15 @@ class RoundRecord:
     def took_part(self, site: str) -> bool:
         """Whether a site was asked and has replied."""
         return self.was_asked(site) and site not in self.refused
+
+    def most_spent(self, allowed: str = "") -> str:
+        """Return the largest ε of a site, rounded up, and that without other sites' noise.
+
+        allowed: what to write after the first.
+        """
+        alone = max(self.epsilon_alone.values(), default=None)
+        beside = "" if alone is None else f" (alone {upper(alone)})"
+        return f"{upper(max(self.epsilon.values()))}{allowed}{beside}"
 
     def describe_average(self, kind: str) -> str:
         """Return in words which models the server averages. kind: server.average."""

@@ -285,15 +285,15 @@ class Folder:
 
 
 @contextlib.contextmanager
-def exclusive(place: Path, wait: bool = False) -> Iterator[None]:
+def exclusive(place: Path) -> Iterator[None]:
     """Lock a run's folder, or a party's directory, for the block.
 
-    wait: until the lock is free. A folder that is created for its lock is removed if the block
-    leaves it empty. Raises InputError: it is locked.
+    A folder that is created for its lock is removed if the block leaves it empty. Raises
+    InputError: it is locked.
     """
     new = [each for each in (place, *place.parents) if not each.exists()]
     kind = "has a server" if (place / "server.key").exists() else "is in use"
-    with only_one(place / LOCK, f"{place} {kind} already", wait=wait):
+    with only_one(place / LOCK, f"{place} {kind} already"):
         try:
             yield
         finally:

@@ -96,22 +96,14 @@ class LedgerRegistry:
 
 _log = logging.getLogger("fedpact.server")
 
-_OF_A_QUESTION = (
-    "error",
-    "policy",
-    "run",
-    "budget",
-    "ledger",
-    "task",
-    "stale",
-    "attempt",
-    "model",
-    "unsigned",
-    "terms",
+REFUSALS: Final = frozenset(
+    {
+        *("error", "policy", "run", "budget", "ledger", "task"),
+        *("stale", "attempt", "model", "unsigned", "terms"),
+        *("session", "asked", "keys", "few", "opened", "range"),
+    }
 )
-_OF_A_STEP = ("session", "asked", "keys", "few", "opened", "range")
-REFUSALS: Final = frozenset({*_OF_A_QUESTION, *_OF_A_STEP})
-"""The codes with which sites refuse a task, or a step of secure aggregation."""
+"""The codes with which sites refuse a task, or (the last line) a step of secure aggregation."""
 
 
 def expect_form(

@@ -15,21 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedpact.common.errors import DataError, FedpactError, PolicyRefused
 from fedpact.common.format import counted, toml, toml_key
-from fedpact.data.cells import (
-    NOT_UTF_8,
-    Cells,
-    find_named,
-    read_columns,
-    read_npz,
-)
+from fedpact.data.cells import NOT_UTF_8, Cells, find_named, read_columns, read_npz
 from fedpact.data.columns import ColumnDifference, FileColumn, declared_columns
 from fedpact.data.schema import Column, ValueRange
-from fedpact.data.summary import (
-    ColumnCells,
-    ColumnSummary,
-    count_classes,
-    summarise_array,
-)
+from fedpact.data.summary import ColumnCells, ColumnSummary, count_classes, summarise_array
 from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.flower.credentials import check_site_keys
 from fedpact.deployment.site import has_reserved

@@ -32,9 +32,7 @@ _FROZEN = ConfigDict(
 )
 _Model = TypeVar("_Model", bound=BaseModel)
 
-
-_AGREED = {"classes", "shape", "values", "seeds"}
-_AGREED |= {"records", "person", "groups", "features"}
+_AGREED = {"classes", "shape", "values", "seeds", "records", "person", "groups", "features"}
 _OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS_KEY)  # of plan.json
 
 
@@ -123,16 +121,11 @@ class Federation(BaseModel):
                 f'seeds = "test" with address = {self.address!r}: noise from a seed protects no '
                 "one, so a run over a network is refused; leave seeds out"
             )
-        if self.patience.least_replies > len(self.sites):
-            raise ValueError(
-                f"patience.least_replies = {self.patience.least_replies}: there are "
-                f"{counted(len(self.sites), 'site')}"
-            )
-        if (self.patience.start_sites or 1) > len(self.sites):
-            raise ValueError(
-                f"patience.start_sites = {self.patience.start_sites}: there are "
-                f"{counted(len(self.sites), 'site')}"
-            )
+        for name in ("least_replies", "start_sites"):
+            least = getattr(self.patience, name) or 0
+            if least > len(self.sites):
+                many = counted(len(self.sites), "site")
+                raise ValueError(f"patience.{name} = {least}: there are {many}")
         return self
 
     @model_validator(mode="after")

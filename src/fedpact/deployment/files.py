@@ -31,7 +31,6 @@ from fedpact.deployment.federation import (
     check_deployable,
     read_plan,
 )
-from fedpact.evaluation.held_out import Grouping
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
 from fedpact.privacy.accounting.calibration import round_down, round_up
@@ -62,7 +61,7 @@ docs/how-to/operate-a-deployment.md.
 """
 
 
-def federation(of: Federation) -> str:
+def render_federation(of: Federation) -> str:
     """Return federation.toml."""
     members = "".join(
         f'\n[sites.{toml(name)}]\nsize = {member.size:g}\nkey = "{member.key}"\n'
@@ -75,6 +74,7 @@ def federation(of: Federation) -> str:
     features = _optional("features", [*of.features], "[...]", note)
     note = "how many sites must be ready for the first round; default: all"
     start_sites = _optional("start_sites", patience.start_sites, "1", note)
+    groups = "" if of.groups is None else f"\n[groups]\n{_entries(of.groups.model_dump())}"
     return f"""\
 # The agreement of all parties; public, and the same at every party.
 run = "{of.run}"               # a site takes part only in this run
@@ -102,17 +102,13 @@ longest = {checks.longest:g}   # the largest distance of a reply, relative to th
 # clamp = true, values beyond them are set to them); vocabulary = 50 for words 0, ..., 49; or a
 # table [records.columns.NAME] with range = [low, high], or categories. A site leaves out records
 # that do not fit, and names them only in its own log.
-{_records(of.records)}{_groups(of.groups)}
+{_records(of.records)}{groups}
 # A site's size is public: a round number near what it trains on, not a count.
 {members}"""
 
 
-def _groups(of: Grouping | None) -> str:
-    """The [groups] table: the column by which evaluations form groups."""
-    if of is None:
-        return ""
-    entries = "".join(f"{key} = {toml(value)}\n" for key, value in of.model_dump().items())
-    return f"\n[groups]\n{entries}"
+def _entries(table: Mapping[str, Any]) -> str:
+    return "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
 
 
 def _optional(key: str, value: object, example: str, note: str) -> str:
@@ -129,10 +125,7 @@ def _records(form: RecordForm) -> str:
         if own.keys() >= {"low", "high"}:
             own = {"range": [own.pop("low"), own.pop("high")], **own}
         tables[f"records.columns.{toml_key(name)}"] = own
-    return "\n".join(
-        f"[{table}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in entries.items())
-        for table, entries in tables.items()
-    )
+    return "\n".join(f"[{table}]\n{_entries(entries)}" for table, entries in tables.items())
 
 
 def render_site_toml(name: str, records: str, label: str | None) -> str:
@@ -204,7 +197,6 @@ _EVALUATION = """\
 evaluation_epsilon_per_run = {0.epsilon!r}
 evaluation_delta_per_run = {0.delta!r}
 """
-
 
 # A host name or an IPv4 address: the server does not listen on IPv6.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
@@ -310,6 +302,9 @@ def _write(
         parts[name] = site.name
     shape = tuple(scene.raw.x.shape[1:])
     check_places(scene.dataset.name, plan.task.target.kind, scene.raw.y.numpy(), shape)
+    form, person = scene.plan.records.shared(), scene.plan.person
+    if choices.records:
+        person = None if scene.raw.person is None else "person"
     told: dict[str, Any] = {
         "run": _new_run(plan),
         "address": address,
@@ -320,26 +315,32 @@ def _write(
         "seeds": choices.seeds,
         "patience": choices.patience,
         "checks": choices.checks,
-        "person": _write_person(scene, choices.records),
+        "person": person,
         "features": () if choices.records else scene.raw.features,
-        "records": _declared(scene, choices.records),
+        # What the sites' files hold: arrays that are written for them, or their own tables.
+        "records": form.in_arrays(scene.raw.features) if choices.records else form,
         "groups": scene.groups,
         "sites": members,
     }
     try:
-        federation = Federation.model_validate(told)
+        agreement = Federation.model_validate(told)
     except ValidationError as error:
         raise plan_error(error, (), Federation) from None
-    _write_server(server, scene)
-    terms = federation.terms(plan)
+    keys.write_runtime_secret(server / "runtime.secret")
+    if scene.raw.x_test is not None and scene.raw.y_test is not None:
+        labels = _labels(scene, scene.raw.y_test)
+        np.savez(server / "test.npz", x=scene.raw.x_test.numpy(), y=labels)
+    terms = agreement.terms(plan)
     for name, part in parts.items():
         _write_site(places[name], scene, terms[name], part, name, choices.records)
     for party in (server, *places.values()):
-        _write_shared(party, authority, plan, federation)
+        (party / "ca.crt").write_bytes((authority / "ca.crt").read_bytes())
+        Folder(party).write_json("plan.json", plan.document())
+        (party / "federation.toml").write_text(render_federation(agreement), encoding="utf-8")
         for name, source in files.items():
             shutil.copyfile(source, party / name)
     (directory / "README.md").write_text(README, encoding="utf-8")
-    return federation
+    return agreement
 
 
 def write_extension(server: Path, rounds: int, epsilon: float | None, out: Path) -> Federation:
@@ -369,7 +370,7 @@ def write_extension(server: Path, rounds: int, epsilon: float | None, out: Path)
     out.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, out / name)
     Folder(out).write_json("plan.json", begun.document())
-    (out / "federation.toml").write_text(federation(found), encoding="utf-8")
+    (out / "federation.toml").write_text(render_federation(found), encoding="utf-8")
     return found
 
 
@@ -391,44 +392,18 @@ def _naming_columns(plan: Plan, features: tuple[str, ...]) -> Plan:
 def _beside(plan: Plan) -> tuple[Plan, dict[str, Path]]:
     """Return the plan with weights renamed to copies next to it, and name -> original file."""
     files, changed = dict[str, Path](), dict[str, object]()
-    weights, initial = plan.features.weights, plan.initial
+    weights = plan.features.weights
     if weights is not None:
         # A prefix, so that it does not overwrite another file of a party.
         name = f"features-{Path(weights).name}"
         files[name] = Path(weights)
         changed["features"] = plan.features.model_copy(update={"weights": name})
-    if initial.weights is not None:
-        source = initial.file()
-        name = f"initial-{(initial.sha256 or '')[:8]}{source.suffix}"
+    if plan.initial.weights is not None:
+        source = plan.initial.file()
+        name = f"initial-{(plan.initial.sha256 or '')[:8]}{source.suffix}"
         files[name] = source
-        changed["initial"] = initial.model_copy(update={"weights": name})
+        changed["initial"] = plan.initial.model_copy(update={"weights": name})
     return plan.model_copy(update=changed), files
-
-
-def _declared(scene: SimulationSetup, with_records: bool) -> RecordForm:
-    """The declaration of the sites' files: arrays written for them, or their own tables."""
-    form = scene.plan.records.shared()
-    return form.in_arrays(scene.raw.features) if with_records else form
-
-
-def _write_person(scene: SimulationSetup, with_records: bool) -> str | None:
-    """Return the name of the person column or array in the sites' files; None without one."""
-    if not with_records:
-        return scene.plan.person
-    return None if scene.raw.person is None else "person"
-
-
-def _write_shared(party: Path, authority: Path, plan: Plan, shared: Federation) -> None:
-    (party / "ca.crt").write_bytes((authority / "ca.crt").read_bytes())
-    Folder(party).write_json("plan.json", plan.document())
-    (party / "federation.toml").write_text(federation(shared), encoding="utf-8")
-
-
-def _write_server(server: Path, scene: SimulationSetup) -> None:
-    keys.write_runtime_secret(server / "runtime.secret")
-    data = scene.raw
-    if data.x_test is not None and data.y_test is not None:
-        np.savez(server / "test.npz", x=data.x_test.numpy(), y=_labels(scene, data.y_test))
 
 
 def _write_site(

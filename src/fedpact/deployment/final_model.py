@@ -10,12 +10,11 @@
 record and charges nothing.
 """
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.client import read_memory
 from fedpact.common.errors import DataError, LedgerError, PlanError
-from fedpact.common.files import write_whole
+from fedpact.common.files import read_json_table, write_whole
 from fedpact.common.messages import Task
 from fedpact.common.params import FlatModel, state_of
 from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_scales
@@ -55,11 +54,8 @@ class FinalModel:
 
     def keep(self, task: Task) -> None:
         """Store the model received from the server."""
-        module = self._module()
-        flat = FlatModel(module)
-        memory = read_memory(self._memory, task.included)
-        own = self.files.plan.method.own_model(task.vectors["w"], memory)
-        flat.load(task.vectors["w"] if own is None else own)
+        module = self.files.workshop.module()
+        FlatModel(module).load(self.own_model(task.vectors["w"], task.included))
         by = task.vectors.get(CONSTANTS)
         columns = None if by is None else name_columns(self.files.plan.records.released, by)
         said = {"status": HANDED_OVER, "rounds": task.round, **self._spent(task.round)}
@@ -72,25 +68,25 @@ class FinalModel:
         None: the file of a server on this machine. Raises InputError: no such file, or not the
         plan's model.
         """
-        path, module = (
-            find_published_model(self.files.directory, self.files.federation.run, source),
-            self._module(),
-        )
-        flat = FlatModel(module)
+        of, module = self.files, self.files.workshop.module()
+        path = find_published_model(of.directory, of.federation.run, source)
+        flat, rounds = FlatModel(module), _rounds_beside(path)
         w = read_model(path, module, flat)
-        rounds = _rounds_beside(path)
-        part = self.files.plan.participants(self.files.federation.names)
-        last = part.last_of(self.files.name, rounds or self.files.plan.rounds)
-        memory = read_memory(self._memory, last)
-        own = self.files.plan.method.own_model(w, memory)
-        flat.load(w if own is None else own)
+        flat.load(self.own_model(w, of.last_round(rounds or of.plan.rounds)))
         said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}
-        self._write(module, self._columns_beside(path), said)
-        return self.files.directory / RUN
+        names = of.plan.records.released
+        columns = read_scales(path.with_name(COLUMNS), names) if names else None
+        self._write(module, columns, said)
+        return of.directory / RUN
 
-    @property
-    def _memory(self) -> RunMemory:
-        return RunMemory(self.store, self.files.federation.run)
+    def own_model(self, w: Tensor, included: int) -> Tensor:
+        """Return the site's own model made of the final one w [d]; w itself if it has none.
+
+        included: the last round whose reply from this site entered the server's state.
+        """
+        memory = read_memory(RunMemory(self.store, self.files.federation.run), included)
+        own = self.files.plan.method.own_model(w, memory)
+        return w if own is None else own
 
     def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
         """Return the run's cost from this site's ledger; empty if that has no such run."""
@@ -110,10 +106,6 @@ class FinalModel:
             "delta": {self.files.name: found["delta"]},
         }
 
-    def _columns_beside(self, model: Path) -> Any:
-        names = self.files.plan.records.released
-        return read_scales(model.with_name(COLUMNS), names) if names else None
-
     def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
         folder, of = Folder(self.files.directory / RUN), self.files.federation
         folder.path.mkdir(exist_ok=True)
@@ -125,9 +117,6 @@ class FinalModel:
             folder.write_json(COLUMNS, columns)
         folder.write_json("summary.json", {"run": of.run, "site": self.files.name, **said})
         write_whole(folder.path / "model.safetensors", save_tensors(state_of(module)))
-
-    def _module(self) -> nn.Module:
-        return self.files.workshop.module()
 
 
 def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:
@@ -181,7 +170,7 @@ def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
         )
     # The run's name is in environment.json at the server, in summary.json at a site.
     for name in ("environment.json", "summary.json"):
-        found = _beside(path, name).get("run", run)
+        found = read_json_table(path.with_name(name)).get("run", run)
         if found != run:
             raise PlanError(
                 f"{path} is the model of run {found!r}, but federation.toml is for run {run!r}: "
@@ -193,18 +182,9 @@ def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
 def _rounds_beside(model: Path) -> int | None:
     """Return the round of a model from the summary next to it; None without one."""
     try:
-        return int(_beside(model, "summary.json")["rounds"])
+        return int(read_json_table(model.with_name("summary.json"))["rounds"])
     except (ValueError, LookupError, TypeError):
         return None
-
-
-def _beside(model: Path, name: str) -> Mapping[str, Any]:
-    """Return the content of a JSON file next to a model; empty if there is none."""
-    try:
-        found = json.loads(model.with_name(name).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return cast(Mapping[str, Any], found) if isinstance(found, dict) else {}
 
 
 def read_model(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:

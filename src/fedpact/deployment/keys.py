@@ -65,8 +65,7 @@ def _of_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
         decipher_only=False,
     )
     return (
-        _certificate(name, name, key.public_key(), _DAYS_OF_AUTHORITY)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        _certificate(name, name, key.public_key(), _from_now(_DAYS_OF_AUTHORITY), ca=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA384())
     )
@@ -125,8 +124,7 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
     key = ec.generate_private_key(_CURVE)
     others = {_alternative(each) for each in (host, "localhost", "127.0.0.1")}
     certificate = (
-        _certificate(_name(host), issuer.subject, key.public_key())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        _certificate(_name(host), issuer.subject, key.public_key(), _from_now(_DAYS), ca=False)
         .add_extension(x509.SubjectAlternativeName(list(others)), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(signer, hashes.SHA384())
@@ -142,7 +140,7 @@ def write_client_certificate(path: Path, key: ec.EllipticCurvePrivateKey) -> Non
     """
     own = ec.generate_private_key(ec.SECP256R1())
     issuer = _named_by(key.public_key())
-    found = _undated(_name("fedpact"), issuer, own.public_key(), ca=False)
+    found = _certificate(_name("fedpact"), issuer, own.public_key(), _ALWAYS, ca=False)
     write_whole(path, found.sign(key, hashes.SHA256()).public_bytes(_PEM), _private(own))
 
 
@@ -153,7 +151,8 @@ def render_anchors(parties: Iterable[ec.EllipticCurvePublicKey]) -> bytes:
     not verified (RFC 5280, 6.1), so a throwaway key signs them.
     """
     throwaway = ec.generate_private_key(ec.SECP256R1())
-    found = (_undated(name, name, key, ca=True) for key in parties for name in [_named_by(key)])
+    names = ((_named_by(key), key) for key in parties)
+    found = (_certificate(name, name, key, _ALWAYS, ca=True) for name, key in names)
     return b"".join(one.sign(throwaway, hashes.SHA256()).public_bytes(_PEM) for one in found)
 
 
@@ -163,31 +162,26 @@ def _named_by(key: ec.EllipticCurvePublicKey) -> x509.Name:
     return _name(digest.hexdigest())
 
 
-def _undated(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, *, ca: bool
+def _certificate(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    valid: tuple[datetime.datetime, datetime.datetime],
+    *,
+    ca: bool,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
-        .not_valid_before(_ALWAYS[0])
-        .not_valid_after(_ALWAYS[1])
+        .not_valid_before(valid[0])
+        .not_valid_after(valid[1])
         .add_extension(x509.BasicConstraints(ca, 0 if ca else None), critical=True)
     )
 
 
-def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int = _DAYS
-) -> x509.CertificateBuilder:
+def _from_now(days: int) -> tuple[datetime.datetime, datetime.datetime]:
     now = _now()
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        # Clocks of two machines may differ slightly.
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=days))
-    )
+    # Clocks of two machines may differ slightly.
+    return now - datetime.timedelta(hours=1), now + datetime.timedelta(days=days)
 
 
 def _now() -> datetime.datetime:

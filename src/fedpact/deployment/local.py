@@ -29,7 +29,6 @@ _GRACE_SECONDS = 10.0
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 SERVER: Final = "server"
 _MODULE = "fedpact.deployment.party"
-_ENDED_HERE = "ended; the final model is here"
 
 
 def parties(directory: Path) -> dict[str, Path]:
@@ -142,7 +141,7 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
             if not running[name] and (where / "log.txt").exists()
         },
         "round": _last_round(server) if server else None,
-        "status": _outcome(server) if server else _at_site(any_party, federation.run),
+        "status": _status(any_party if server is None else server, federation.run),
         # Only in a site's own directory, so that no one else sees these figures by accident.
         "own_figures": own_figures(directory, federation.run)
         if (directory / "site.toml").exists()
@@ -195,14 +194,9 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
 
 
-def ledger_path(site: Path) -> Path:
-    """Return the path of a site's ledger."""
-    return site / SiteSettings.read(site).ledger
-
-
 def ledger_of(site: Path) -> Mapping[str, Any] | None:
     """Return the receipt of a site's ledger; None if there is no ledger yet."""
-    path = ledger_path(site)
+    path = site / SiteSettings.read(site).ledger
     # The site may be writing its first entry.
     return receipt(path) if path.exists() and b"\n" in path.read_bytes() else None
 
@@ -219,11 +213,10 @@ def _last_round(server: Path) -> dict[str, Any] | None:
     return {name: getattr(record, name) for name in shown}
 
 
-def _outcome(server: Path) -> str:
-    path = server / "run" / "summary.json"
+def _status(party: Path, run: str) -> str:
+    """Return the state of a run; a site knows only whether it has the final model."""
+    if (party / "site.toml").exists():
+        ended = read_ending(party, run) is not None
+        return "ended; the final model is here" if ended else "known to the server"
+    path = party / "run" / "summary.json"
     return json.loads(path.read_bytes())["status"] if path.exists() else "not ended"
-
-
-def _at_site(site: Path, run: str) -> str:
-    """Return the state of a run as a site knows it: whether it has the final model."""
-    return "known to the server" if read_ending(site, run) is None else _ENDED_HERE

@@ -43,7 +43,6 @@ _APP: Final = Path(__file__).parent / "flower" / "app"
 _LEDGER: Final = 'ledger = "ledger.jsonl" '
 _RECORDS: Final = re.compile(r'(?m)^records = "(?:.*/)?([^/"]+)"')
 
-
 _NEXT: Final = {
     "compose": """
 ## With Docker Compose

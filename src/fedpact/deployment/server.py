@@ -62,9 +62,12 @@ _LOST: Final = "remove it: every site then receives the final model again"
 def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) -> None:
     """Send the final model to every site that lacks it, and name the sites it did not reach.
 
-    Failures do not affect the run, which has ended.
+    Failures to send do not affect the run, which has ended. Raises DataError: damaged FILE.
     """
-    has = read_handovers(folder)
+    has, path = dict[str, Any](), folder.path / FILE
+    if path.exists():
+        with parse_errors(path, _LOST):
+            has = dict(json.loads(path.read_bytes()))
     vectors = {n: at.state.vectors[n] for n in ("w", CONSTANTS) if n in at.state.vectors}
     tasks = {
         site: Task(run, at.round, FINAL, vectors, {}, at.included.get(site, -1))
@@ -92,15 +95,6 @@ def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) ->
             code,
             folder.path / "model.safetensors",
         )
-
-
-def read_handovers(folder: Folder) -> dict[str, Any]:
-    """Return site -> [run, round] of the final model it received. Raises DataError."""
-    path = folder.path / FILE
-    if not path.exists():
-        return {}
-    with parse_errors(path, _LOST):
-        return dict(json.loads(path.read_bytes()))
 
 
 _EPSILON = (
@@ -351,13 +345,13 @@ class _Evaluator:
 
     def _spent(self) -> dict[str, History]:
         # Each new attempt is charged like a round; τ is fixed if attempts are possible.
-        extra = Attempts(self._attempts).extra
-        return {
-            name: _history(
-                terms, self._steps[name] + extra * self._each, self._rounds[name] + extra, 1 + extra
-            )
-            for name, terms in self._terms.items()
-        }
+        extra, found = Attempts(self._attempts).extra, dict[str, History]()
+        for name, terms in self._terms.items():
+            steps = min(terms.steps, self._steps[name] + extra * self._each)
+            # A round has at most one opening.
+            openings = min(terms.openings, self._rounds[name] + extra)
+            found[name] = terms.history(steps, openings, 1 + extra)
+        return found
 
     def priced(self) -> dict[str, float]:
         """Return each site's ε as ledgers price it; that of a round is a quicker, higher bound."""
@@ -370,11 +364,6 @@ class _Evaluator:
     def _score(self, w: Tensor, x: Tensor, y: Tensor) -> SiteScore:
         self._model.load(w)
         return evaluate(self._model.module, self._loss, x, y)
-
-
-def _history(terms: Terms, steps: int, rounds: int, asked: int) -> History:
-    # A round has at most one opening.
-    return terms.history(min(terms.steps, steps), min(terms.openings, rounds), asked)
 
 
 def _test_set(coordinator: Coordinator) -> tuple[Tensor, Tensor] | None:

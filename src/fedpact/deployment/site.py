@@ -23,8 +23,7 @@ import logging
 import re
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from torch import Tensor
 
@@ -111,6 +110,14 @@ _log = logging.getLogger("fedpact.site")
 _MOST_ATTEMPTS = 1000
 
 
+class Unfit(Exception):
+    """A task that is refused. code: of the refusal. Its text is for the site's own log."""
+
+    def __init__(self, code: str, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
 class TaskChecks:
     """Checks a site's tasks. w: the model before the first round [d]. sites: the names of all.
 
@@ -133,8 +140,8 @@ class TaskChecks:
         self._received: dict[int, Vectors] = {0: first.vectors}
         self.longest = sum(vector.numel() for vector in first.vectors.values())
 
-    def in_full(self, task: Task) -> tuple[Task | None, str, str]:
-        """Return the complete task if it may be carried out; else None, a refusal code, and why.
+    def in_full(self, task: Task) -> Task:
+        """Return the complete task. Raises Unfit: it may not be carried out.
 
         A task may contain differences to the previous round's vectors
         (algorithms.wrappers.compression). These are known while this object lives, and before the
@@ -142,35 +149,34 @@ class TaskChecks:
         """
         if task.algorithm in self._others:
             # Always complete, and never the base of a later task.
-            wrong = self.fault(task)
-            return (task, "", "") if wrong is None else (None, *wrong)
+            self.check(task)
+            return task
         base = self._received.get(task.round - 1)
         try:
             full = whole(task, base)
         except InputError as error:
-            return None, "task", str(error)
+            raise Unfit("task", str(error)) from None
         if full is None:
             text = f"it has differences to the model of round {task.round - 1}, unknown here"
-            return None, "model", text
-        wrong = self.fault(full)
-        if wrong is not None:
-            return None, *wrong
+            raise Unfit("model", text)
+        self.check(full)
         if full.round >= max(self._received, default=0):
             # Keep the previous round: the same task may come again.
             before = {} if base is None else {full.round - 1: base}
             self._received = {full.round: full.vectors, **before}
-        return full, "", ""
+        return full
 
-    def fault(self, task: Task) -> tuple[str, str] | None:
-        """Return the refusal code and a description of a task's fault; None if there is none.
+    def check(self, task: Task) -> None:
+        """Raise Unfit for a task's fault, which follows from the task and the plan alone.
 
-        Both follow from the task and the plan alone. The code is "budget" for a round beyond the
-        plan's, for which nothing is reserved, and "task" otherwise.
+        The code is "budget" for a round beyond the plan's, for which nothing is reserved, and
+        "task" otherwise.
         """
         if task.round > self._rounds:
-            return "budget", f"its round is {task.round}: the site reserved {self._rounds} rounds"
-        wrong = self._wrong(task)
-        return None if wrong is None else ("task", wrong)
+            told = f"its round is {task.round}: the site reserved {self._rounds} rounds"
+            raise Unfit("budget", told)
+        if wrong := self._wrong(task):
+            raise Unfit("task", wrong)
 
     def _wrong(self, task: Task) -> str | None:
         other = task.algorithm in self._others
@@ -281,12 +287,7 @@ class Site:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def handle(self, task: Task, seen: tuple[int, str] = (0, "")) -> bytes:
@@ -324,7 +325,7 @@ class Site:
     def _to_be_masked(self, task: Task) -> Reply | Refusal:
         if task.algorithm == EVALUATION:
             return Refusal(task.run, task.round, self.name, "policy")
-        return _answer(self._trained(task))
+        return cast(Reply | Refusal, from_bytes(self._trained(task)))
 
     def _objection(self, question: Task | Step, seen: tuple[int, str]) -> str:
         """Return the code with which any such request is refused; "" if it is not."""
@@ -350,10 +351,11 @@ class Site:
 
     def _taken_over(self, task: Task) -> bytes:
         """Store the run's final model and its exact evaluation for the owner; charge nothing."""
-        wrong = self._checks.fault(task)
-        if wrong is not None:
-            _log.warning("the final model is refused: %s", wrong[1])
-            return self._refusal(task, wrong[0])
+        try:
+            self._checks.check(task)
+        except Unfit as unfit:
+            _log.warning("the final model is refused: %s", unfit)
+            return self._refusal(task, unfit.code)
         FinalModel(self.files, self._store).keep(task)
         self._examiner.note(task, self._client.read_memory(task), self._bench)
         _log.info("%s", self.ending)
@@ -362,11 +364,11 @@ class Site:
     def _trained(self, task: Task) -> bytes:
         if task.run != self.run:
             return self._refusal(task, "run")
-        full, code, text = self._checks.in_full(task)
-        if full is None:
-            _log.warning("round %d: the server's task is refused: %s", task.round, text)
-            return self._refusal(task, code)
-        task = full
+        try:
+            task = self._checks.in_full(task)
+        except Unfit as unfit:
+            _log.warning("round %d: the server's task is refused: %s", task.round, unfit)
+            return self._refusal(task, unfit.code)
         last = self._last_of(task)
         stored = last.answer_to(task)
         if stored is not None:
@@ -510,11 +512,3 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
     except Exception as error:  # its text may depend on records, so it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told
-
-
-def _answer(block: bytes) -> Reply | Refusal:
-    """Decode an answer of this site."""
-    message = from_bytes(block)
-    if not isinstance(message, Reply | Refusal):
-        raise DataError(f"a {type(message).__name__} was found: expected the site's answer")
-    return message

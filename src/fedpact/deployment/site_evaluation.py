@@ -20,27 +20,17 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedpact.algorithms.wrappers.released_scales import check_as_declared, find_examined
-from fedpact.client import read_memory
 from fedpact.common.errors import LedgerError
 from fedpact.common.files import write_whole
-from fedpact.common.messages import (
-    EVALUATION,
-    FINAL,
-    Refusal,
-    Reply,
-    State,
-    Step,
-    Task,
-    Vectors,
-)
+from fedpact.common.messages import EVALUATION, FINAL, Refusal, Reply, State, Step, Task, Vectors
 from fedpact.common.params import FlatModel, one_thread, state_of
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import Draws, SeededDraws
 from fedpact.common.run_folder import RUN, check_writable
 from fedpact.data.splits import number_persons
-from fedpact.deployment.final_model import find_published_model, read_ending, read_model
+from fedpact.deployment.final_model import FinalModel, find_published_model, read_ending, read_model
 from fedpact.deployment.site_records import Own, SiteFiles, own_records
-from fedpact.deployment.store import LastReply, RunMemory, Store, read_store
+from fedpact.deployment.store import LastReply, Store, read_store
 from fedpact.evaluation.held_out import HeldOut, charge_of, hold_out, key_of_seed
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model
 from fedpact.privacy.ledger.ledger import Ledger, read_entries
@@ -81,15 +71,15 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     flat = FlatModel(module)
     initial = flat.vector.clone()
     w = read_model(source, module, flat)
-    # The site's last reply counts as included if it was for its last round.
-    last = plan.participants(federation.names).last_of(name, plan.rounds)
-    own = plan.method.own_model(w, _remembered(directory, federation.run, last))
+    with closing(Store(directory)) as store:
+        # The site's last reply counts as included if it was for its last round.
+        own = FinalModel(files, store).own_model(w, files.last_round(plan.rounds))
     found = own_records(files)
     x, y = found.records.x, found.records.y
     whose = number_persons(found.whose, np.arange(len(y)))
     with one_thread():
         by_itself = personalise_model(flat, x, y, initial, whose)
-        tuned = personalise_model(flat, x, y, w if own is None else own, whose)
+        tuned = personalise_model(flat, x, y, own, whose)
     path = directory / "personal.safetensors"
     if not tuned.choice.tune:
         path.unlink(missing_ok=True)
@@ -98,11 +88,6 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     marked = {"privacy": NOT_PRIVATE, "run": federation.run, "site": name}
     write_whole(path, save_tensors(state_of(module), metadata=marked))
     return Personal(name, on_own_parts(by_itself, tuned), str(path))
-
-
-def _remembered(directory: Path, run: str, last: int) -> State:
-    with closing(Store(directory)) as store:
-        return read_memory(RunMemory(store, run), last)
 
 
 _log = logging.getLogger("fedpact.site")

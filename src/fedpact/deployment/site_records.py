@@ -95,6 +95,10 @@ class SiteFiles:
             raise PlanError(f"site.toml names {name!r}: federation.toml has {', '.join(names)}")
         return self.federation.terms(self.plan)[name]
 
+    def last_round(self, rounds: int) -> int:
+        """Return the last of a run's first `rounds` rounds that the site takes part in."""
+        return self.plan.participants(self.federation.names).last_of(self.name, rounds)
+
     @property
     def workshop(self) -> TrainingSetup:
         """The site's model, loss and preparation of records, on its own device."""

@@ -5,14 +5,15 @@ directory shows only that site: its ledger and its answers. Figures for the owne
 included, as other accounts of the machine can open the page.
 """
 
-import json
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from fedpact.common.errors import DataError
+from fedpact.common.files import read_json_table
 from fedpact.common.format import against_majority_class, counted
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import WAITS, folder_of_run
@@ -80,24 +81,23 @@ def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
     if not (folder / "privacy.json").exists():
         raise DataError(f"the run in {folder} is being set up: look again in a moment")
     run, begun = read_run(folder, begun=False), (folder / "rounds.jsonl").exists()
-    waits, last = _json(folder / WAITS), run.last
+    waits, last = read_json_table(folder / WAITS), run.last
     ended = bool(run.summary) and not (held and run.status == "stopped")
     said = "running" if begun else "waiting for the first round"
     state = run.ended if ended else said if held else "interrupted"
     name = str(run.environment.get("run") or folder.resolve().name)
     released, planned = find_released(run), int(run.plan["rounds"])
     recent = [record.seconds for record in run.records[1:][-_RECENT:]]
-    missing, refusals = _missing(run.records, waits), dict[str, dict[str, int]]()
+    missing, refusals = _missing(run.records, waits), defaultdict[str, Counter[str]](Counter)
     for record in run.records:
         for site, code in record.refused.items():
-            of_site = refusals.setdefault(site, {})
-            of_site[code] = of_site.get(code, 0) + 1
+            refusals[site][code] += 1
     sites = {
         site: {
             **_cost(run, site),
             "seconds": told.get("seconds"),
             "waiting": not ended and bool(told.get("waiting")),
-            "refusals": refusals.get(site, {}),
+            "refusals": dict(refusals[site]),
             "missing": missing.get(site),
         }
         for site in sorted({*run.sites, *waits.get("sites", {})})
@@ -216,7 +216,7 @@ def _to_do(
         if not ended and told["code"] != "budget":
             yield f"Site {site} {told['why']}."
     if deployed and ended and run.last.round:
-        handed = _json(folder / HANDED_OVER)
+        handed = read_json_table(folder / HANDED_OVER)
         for site in run.sites:
             if handed.get(site, [None, None])[1] != run.last.round:
                 yield (
@@ -228,14 +228,14 @@ def _to_do(
 def _site(directory: Path) -> Document:
     settings = SiteSettings.read(directory)
     federation = Federation.read(directory / "federation.toml")
-    plan, path = _json(directory / "plan.json"), directory / settings.ledger
+    plan, path = read_json_table(directory / "plan.json"), directory / settings.ledger
     progress = Progress.of(read_store(directory, PROGRESS))
     if progress.run != federation.run:
         # It belongs to an earlier run of this site.
         progress = Progress()
     ledger = _ledger(path, path.stat().st_mtime_ns) if path.exists() else {"runs": {}, "entries": 0}
     # Otherwise the model belongs to an earlier run.
-    ended = _json(directory / "run" / "summary.json").get("run") == federation.run
+    ended = read_json_table(directory / "run" / "summary.json").get("run") == federation.run
     running = is_held(directory)
     to_do = [
         f"It refused {counted(n, 'task')} ({c}): it {REASONS.get(c, 'logs the reason')}."
@@ -274,12 +274,3 @@ def _site(directory: Path) -> Document:
 def _ledger(path: Path, changed: int) -> Document:
     del changed
     return receipt(path)
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    """Return a JSON file's table; an empty one if it is missing or incomplete."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

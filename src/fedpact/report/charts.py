@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -69,12 +70,7 @@ def _budget(site: SitePrivacy) -> tuple[float, float]:
 
 
 def _spending(
-    axes: Axes,
-    records: Sequence[RoundRecord],
-    sites: Sites,
-    colour: str,
-    *,
-    relative: bool = False,
+    axes: Axes, records: Sequence[RoundRecord], sites: Sites, colour: str, relative: bool = False
 ) -> None:
     rounds = np.array([record.round for record in records])
     spent = np.array([[r.epsilon.get(name, np.nan) for name in sites] for r in records], float)
@@ -84,31 +80,21 @@ def _spending(
     spent[~np.isfinite(spent)] = np.nan
     label = counted(len(sites), "site")
     if len(sites) <= MANY:
+        look: dict[str, Any] = {"lw": 1.4, "alpha": 0.8, "marker": marker(len(rounds)), "ms": 3}
         for i, column in enumerate(spent.T):
-            axes.plot(
-                rounds,
-                column,
-                color=colour,
-                lw=1.4,
-                alpha=0.8,
-                marker=marker(len(rounds)),
-                ms=3,
-                label="_" if i else label,
-            )
+            axes.plot(rounds, column, color=colour, label="_" if i else label, **look)
         return
     known = ~np.isnan(spent).all(1)
     low, middle, high = np.nanquantile(spent[known], (0, 0.5, 1), axis=1)
-    axes.fill_between(
-        rounds[known], low, high, color=colour, alpha=0.18, lw=0, label=f"all {label}"
-    )
+    label = f"all {label}"
+    axes.fill_between(rounds[known], low, high, color=colour, alpha=0.18, lw=0, label=label)
     axes.plot(rounds[known], middle, color=colour, label="median site")
 
 
 def _caption(run: RunSummary, groups: Mapping[tuple[float, float], object], shares: bool) -> str:
-    privacy = run.privacy
     guarantee = (
-        f"Upper bounds on ε at each site's δ; adjacency: {privacy['adjacency']}; accountant: "
-        f"{privacy['accountant']}. "
+        f"Upper bounds on ε at each site's δ; adjacency: {run.privacy['adjacency']}; accountant: "
+        f"{run.privacy['accountant']}. "
     )
     if shares:
         guarantee += (
@@ -182,9 +168,8 @@ def accuracy(run: RunSummary) -> Chart | None:
         if spread:
             x = [at for at, _ in spread]
             low, high = (np.array([np.quantile(v, q) for _, v in spread]) for q in (0.1, 0.9))
-            axes.fill_between(
-                x, low, high, color=BLUE, alpha=0.15, lw=0, label="sites, middle 80 %"
-            )
+            label = "sites, middle 80 %"
+            axes.fill_between(x, low, high, color=BLUE, alpha=0.15, lw=0, label=label)
             worst = [min(v) for _, v in spread]
             axes.plot(x, worst, color=RED, lw=1.1, ls="--", label="worst site")
         percent_axis(axes)
@@ -201,13 +186,8 @@ def accuracy(run: RunSummary) -> Chart | None:
 def metric(run: RunSummary, name: str) -> Chart | None:
     """A metric over rounds; METRICS on a logarithmic axis if they span orders of magnitude."""
     known = [(r.round, r.metrics[name]) for r in run.records if name in r.metrics]
-    return _over_rounds(
-        find_display(name).label,
-        known,
-        find_display(name).about,
-        simulator_only=True,
-        log=name in METRICS,
-    )
+    label, about = find_display(name).label, find_display(name).about
+    return _over_rounds(label, known, about, simulator_only=True, log=name in METRICS)
 
 
 def draw_loss(run: RunSummary) -> Chart | None:
@@ -239,10 +219,8 @@ def _over_rounds(
             log_axis(axes)
         else:
             # What is far below 0, as R² before training, would flatten the rest.
-            highest = max(values)
-            axes.set_ylim(
-                max(-1.0, 1.08 * min(0.0, *values)), 1.08 * highest if highest > 0 else 0.05
-            )
+            lowest, highest = min(0.0, *values), max(values)
+            axes.set_ylim(max(-1.0, 1.08 * lowest), 1.08 * highest if highest > 0 else 0.05)
         rounds_axis(axes)
     caption = about
     if min(values) < -1:

@@ -46,7 +46,9 @@ def canonical(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _grant(plan: dict[str, Any], privacy: dict[str, Any]) -> None:
     own = {site: dict(of) for site, of in (privacy.get("per_site") or {}).items()}
-    names = _simulated(plan)
+    kind = (plan.get("partition") or {}).get("kind", "natural")
+    # A natural partition's sites have the data set's own names.
+    names = [] if kind == "natural" else site_names(plan.get("sites") or 0)
     for key in (key for key in _EACH if key in privacy):
         privacy[key] = _shared(privacy[key], own, key, names)
     if plan.get("batch_size") is None and "sampling_rate" in plan:
@@ -59,12 +61,6 @@ def _grant(plan: dict[str, Any], privacy: dict[str, Any]) -> None:
         }
     if privacy.get("sizes") == "public":
         privacy.pop("size_noise", None)
-
-
-def _simulated(plan: Mapping[str, Any]) -> list[str]:
-    """Return the sites' names; none if they are the data set's own."""
-    kind = (plan.get("partition") or {}).get("kind", "natural")
-    return [] if kind == "natural" else site_names(plan.get("sites") or 0)
 
 
 def _shared(value: Any, own: dict[str, dict[str, Any]], key: str, names: Sequence[str]) -> Any:

@@ -14,7 +14,6 @@ from fedpact.common.format import counted, duration, number, percent, size, span
 from fedpact.common.notebook import TextTable
 from fedpact.common.records import strict
 from fedpact.evaluation.metrics import find_display
-from fedpact.report import evaluations
 from fedpact.report.compared_runs import Comparison, Entry, name_swept_value, run_folder
 from fedpact.report.comparison_charts import (
     SWEPT,
@@ -24,7 +23,14 @@ from fedpact.report.comparison_charts import (
     series,
     sweeps,
 )
-from fedpact.report.evaluations import JOINING_NOTE, joining_rows, joining_table, summarise_joining
+from fedpact.report.evaluations import (
+    JOINING_NOTE,
+    average_figures,
+    compare_evaluations,
+    joining_rows,
+    joining_table,
+    summarise_joining,
+)
 from fedpact.report.meaning import explain_comparison
 from fedpact.report.run_summary import RunSummary
 from fedpact.report.template import page
@@ -101,11 +107,6 @@ def _spent(entry: Entry) -> str:
     return f"{upper(spent.epsilon)}{alone} at δ = {upper(spent.delta)}"
 
 
-def _metric(name: str) -> Cell:
-    percents = find_display(name).form == "percent"
-    return (_percents if percents else _numbers)(methodcaller("metric", name))
-
-
 def _quality(comparison: Comparison) -> dict[str, Cell]:
     """Return the columns on models and their privacy, the most important first."""
     judged, by_accuracy = comparison.judged, comparison.judged == "accuracy"
@@ -117,7 +118,10 @@ def _quality(comparison: Comparison) -> dict[str, Cell]:
     if comparison.averaged:
         key, form = ("accuracy", _percents) if by_accuracy else ("loss", _numbers)
         found[f"{judged}, averaged model"] = form(methodcaller("averaged", key))
-    return found | {find_display(name).label: _metric(name) for name in comparison.measured}
+    for name in comparison.measured:
+        form = _percents if find_display(name).form == "percent" else _numbers
+        found[find_display(name).label] = form(methodcaller("metric", name))
+    return found
 
 
 def tabulate(columns: Mapping[str, Cell], comparison: Comparison) -> TextTable:
@@ -163,19 +167,12 @@ def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
         lines = series(comparison, key, measure)
         values = {text: value for line in lines for text, (value, _) in line.points.items()}
         form = number if measure == "mean loss" else lambda value: f"{100 * value:.2f}"
-        rows = [
-            (
-                line.label,
-                *(
-                    # In a narrow column the line breaks before the sign.
-                    line.points[t][1].describe(form).replace("± ", "±\u00a0")
-                    if t in line.points
-                    else "–"
-                    for t in values
-                ),
-            )
-            for line in lines
-        ]
+        rows = list[tuple[str, ...]]()
+        for line in lines:
+            told = {text: spread.describe(form) for text, (_, spread) in line.points.items()}
+            # In a narrow column the line breaks before the sign.
+            cells = (told.get(text, "–").replace("± ", "±\u00a0") for text in values)
+            rows.append((line.label, *cells))
         headings = tuple(name_swept_value(key, value) for value in values.values())
         found += [TextTable(headings, rows, measure)] if rows else []
     return found
@@ -368,8 +365,8 @@ def document(comparison: Comparison) -> dict[str, Any]:
                 },
                 "missing": {str(seed): why for seed, why in entry.missing.items()},
                 "joining": _joining_document(entry),
-                "evaluation": evaluations.means(entry.runs) or None,
-                "held_out": evaluations.exact_means(entry.runs) or None,
+                "evaluation": average_figures(run.released for run in entry.runs) or None,
+                "held_out": average_figures(run.held_out for run in entry.runs) or None,
             }
             for entry in comparison.entries
         },
@@ -496,7 +493,7 @@ def render_comparison(comparison: Comparison) -> str:
         joining_note=JOINING_NOTE,
         trying=comparison.counted,
         uncounted=_uncounted(comparison),
-        released=evaluations.compare_evaluations({e.name: e.runs for e in entries}),
+        released=compare_evaluations({e.name: e.runs for e in entries}),
         reached=find_bytes_to_targets(comparison),
         quality=list(quality),
         runs=_run_rows(comparison, quality),

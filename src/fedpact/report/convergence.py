@@ -46,7 +46,6 @@ _PAPER = (
     "(docs/notes/errata.md, L4)."
 )
 
-
 _Row = tuple[str, str, str, str]
 """A row's name, and its values for a message, a coordinate and the whole run."""
 
@@ -76,12 +75,10 @@ def rates(run: RunSummary) -> WireTable | str:
         for name, site in sites.items()
     }
     whole = math.fsum(bits[name] * count for name, count in replies.items())
-    sent = 8 * run.bytes_up
+    rounded = f"at most about, to a step of s = {STEP:g} deviations of the noise"
     rows = [
-        _in_bits("sent, as measured, including the encoding", sent, total, d),
-        _in_bits(
-            f"at most about, to a step of s = {STEP:g} deviations of the noise", whole, total, d
-        ),
+        _in_bytes("sent, as measured, including the encoding", run.bytes_up, total, d),
+        _in_bytes(rounded, whole / 8, total, d),
         _in_nats("R, differential entropy", list(bounds.values()), d),
     ]
     mechanism = str(run.privacy["mechanism"])
@@ -135,9 +132,8 @@ def _bound(run: RunSummary, site: SitePrivacy, d: int) -> float:
     return entropy_bound(d, moment, _deviation(run, site) ** 2)
 
 
-def _in_bits(name: str, bits: float, replies: int, d: int) -> _Row:
-    each = bits / replies
-    return name, size(each / 8), f"{number(each / d)} bits", size(bits / 8)
+def _in_bytes(name: str, sent: float, messages: int, d: int) -> _Row:
+    return name, size(sent / messages), f"{number(8 * sent / messages / d)} bits", size(sent)
 
 
 def _in_nats(name: str, values: Sequence[float], d: int) -> _Row:
@@ -167,14 +163,14 @@ def wire(run: RunSummary) -> WireTable | str:
     if not (d and replies > 0):
         return "No bits a coordinate yet: the run has not ended, or no site has replied."
     down, up = run.bytes_down, run.bytes_up
-    rows = [_measured("from the sites, as measured", up, replies, d)]
+    rows = [_in_bytes("from the sites, as measured", up, replies, d)]
     if run.plan.get("compression", {}).get("kind") != "grid":
-        rows.append(_measured("to the sites, as measured", down, asked, d))
+        rows.append(_in_bytes("to the sites, as measured", down, asked, d))
     elif later := rounds[1:]:
         # In the first round every site already has the model.
         told = sum(record.bytes_down for record in later)
         name = "to the sites, as measured after the first round"
-        rows.append(_measured(name, told, sum(len(r.asked) or sites for r in later), d))
+        rows.append(_in_bytes(name, told, sum(len(r.asked) or sites for r in later), d))
     rounded = list[_Row]()
     for name, units in _grids(run.plan).items():
         bits, each = rounded_entropy(units), "a half" if units == UNITS_DOWN else "a quarter"
@@ -196,7 +192,3 @@ def _grids(plan: Mapping[str, Any]) -> dict[str, float]:
     if grid:
         found["entropy of a change of the model"] = UNITS_DOWN
     return found
-
-
-def _measured(name: str, sent: float, messages: int, d: int) -> _Row:
-    return name, size(sent / messages), f"{number(8 * sent / messages / d)} bits", size(sent)

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,26 +116,24 @@ def compare_evaluations(
     Figures and the ends of their intervals are means over runs, which makes the intervals too wide
     rather than too narrow. A plain entry has only exact figures.
     """
-    found = [(name, _row(mean)) for name, runs in entries.items() for mean in means(runs)]
+    found = [
+        (name, _row(mean))
+        for name, runs in entries.items()
+        for mean in average_figures(run.released for run in runs)
+    ]
     for name, runs in entries.items():
-        for mean in exact_means(runs):
+        for mean in average_figures(run.held_out for run in runs):
             row = _row(mean)
             found.append((name, {**row, "value": "–", "interval": "–", "exact": row["value"]}))
     return found
 
 
-def means(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """Return the released figures' means over runs; none if a run released none."""
-    return _means([run.released for run in runs])
+def average_figures(evaluations: Iterable[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+    """Return the means of the figures that all evaluations have; none if a run has no evaluation.
 
-
-def exact_means(runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """Return the same for the exact figures of plain runs; simulator only."""
-    return _means([run.held_out for run in runs])
-
-
-def _means(documents: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    """Return the means of the figures that all documents have; None if unknown in one."""
+    A mean is None if the figure is unknown in one.
+    """
+    documents = [*evaluations]
     each = [_by_name(of) for of in documents if of]
     if not each or len(each) < len(documents):
         return []
@@ -158,7 +156,7 @@ def _by_name(found: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 def summarise_evaluations(runs: Sequence[RunSummary]) -> str | None:
     """Return an entry's released figures in one sentence; None without any."""
-    told = describe_figures(means(runs))
+    told = describe_figures(average_figures(run.released for run in runs))
     return f"as sites released it: {told}" if told else None
 
 

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -30,12 +30,7 @@ from fedpact.evaluation.intervals import wilson_interval
 from fedpact.evaluation.metrics import METRICS, find_display, ranking
 from fedpact.privacy.accounting.accountant import ACCOUNTANTS
 from fedpact.report import charts, evaluations
-from fedpact.report.evaluations import (
-    JOINING_NOTE,
-    joining_rows,
-    joining_table,
-    summarise_joining,
-)
+from fedpact.report.evaluations import JOINING_NOTE, joining_rows, joining_table, summarise_joining
 from fedpact.report.meaning import explain_run
 from fedpact.report.run_summary import RunSummary, SitePrivacy, read_run
 from fedpact.report.template import page
@@ -43,10 +38,9 @@ from fedpact.report.template import page
 
 @dataclass(frozen=True)
 class Repeat:
-    """How to repeat a run. command: for a shell, or Python if is_python. words: the result."""
+    """How to repeat a run. command: for a shell, or Python. words: the result."""
 
     command: str
-    is_python: bool
     words: str
 
 
@@ -86,27 +80,23 @@ def repeat(run: RunSummary) -> Repeat:
     shell = f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(str(again))}"
     randomness = str(run.privacy["randomness"])
     if randomness.startswith("secure"):
-        return Repeat(shell, False, _SECURE)
+        return Repeat(shell, _SECURE)
     if randomness.startswith("seeded test"):
-        return Repeat(shell, False, _TEST)
+        return Repeat(shell, _TEST)
     given, budget = run.plan.get("run", {}), run.plan.get("budget", {})
     words = [_SAME]
     words += [_LEDGERS] if given.get("ledgers") else []
     words += [_TIMED] if budget.get("seconds") else []
     words += [_CARD] if given.get("device", "cpu") != "cpu" else []
-    own = get_handed_in(run.plan)
-    if own:
+    if own := get_handed_in(run.plan):
         what = " and ".join(f"{key} {', '.join(names)}" for key, names in own.items())
-        told = _HANDED.format(what=what)
-        call = _in_python(path, list(own))
-        return Repeat(call, True, " ".join([told, *words]))
+        return Repeat(_in_python(path, own), " ".join([_HANDED.format(what=what), *words]))
     if run.environment.get("data") == "given":
-        call = _in_python(path, ["data"])
-        return Repeat(call, True, " ".join([_GIVEN, *words]))
-    return Repeat(shell, False, " ".join(words))
+        return Repeat(_in_python(path, ["data"]), " ".join([_GIVEN, *words]))
+    return Repeat(shell, " ".join(words))
 
 
-def _in_python(path: Path, given: Sequence[str]) -> str:
+def _in_python(path: Path, given: Iterable[str]) -> str:
     """Return the call that repeats a run. given: the keys of objects to pass in."""
     own = "".join(f", {_FORMS.get(key, f'{key}=...')}" for key in given)
     return f"fedpact.run(fedpact.Plan.read(Path({str(path)!r})){own})"
@@ -196,8 +186,8 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
     ]
 
 
-def _learning_cards(run: RunSummary) -> list[CardFigure]:
-    cards, pooled = list[CardFigure](), run.pooled
+def _learning_cards(run: RunSummary) -> Iterator[CardFigure]:
+    pooled = run.pooled
     if run.evaluated:
         first, last = run.evaluated[0], run.evaluated[-1]
         note = f"the global model after round {last.round}"
@@ -217,44 +207,40 @@ def _learning_cards(run: RunSummary) -> list[CardFigure]:
         if worse:
             note += f"; a loss of {number(first.loss)} before training: lower the learning rate"
         headline = headline_metric(last.accuracy, last.loss)
-        cards.append(CardFigure(*headline, note, bad=worse, simulator_only=pooled))
+        yield CardFigure(*headline, note, bad=worse, simulator_only=pooled)
         if last.average:
             kind = last.describe_average(run.plan["server"]["average"])
             note = f"the {kind}; mean loss {number(last.average['loss'])}"
             value = headline_metric(last.average["accuracy"], last.average["loss"])[1]
-            cards.append(CardFigure("averaged model", value, note, simulator_only=pooled))
+            yield CardFigure("averaged model", value, note, simulator_only=pooled)
     if (found := evaluations.find_released_accuracy(run)) is not None:
-        cards.append(CardFigure("accuracy, released", *found))
+        yield CardFigure("accuracy, released", *found)
     elif not run.evaluated:
-        cards.append(CardFigure("accuracy", "not evaluated", evaluations.why_none(run)))
+        yield CardFigure("accuracy", "not evaluated", evaluations.why_none(run))
     if run.fairness:
         worst, tenth = run.fairness["worst_site"], percent(run.fairness["worst_tenth"])
         note = f"{worst}; the worst 10 % have {tenth}"
-        cards.append(CardFigure("worst site", percent(run.worst), note, simulator_only=True))
+        yield CardFigure("worst site", percent(run.worst), note, simulator_only=True)
     elif run.worst_loss is not None:
         note = f"mean loss at {ranking(run.scores)[0]}"
-        cards.append(CardFigure("worst site", number(run.worst_loss), note, simulator_only=True))
-    return cards
+        yield CardFigure("worst site", number(run.worst_loss), note, simulator_only=True)
 
 
-def _left_out_card(run: RunSummary) -> list[CardFigure]:
-    if not (out := run.summary.get("left_out")):
-        return []
-    why = [f"{column or 'a line'} {reason}: {count:,}" for column, reason, count in out["why"]]
-    note = "; ".join([*why[:_REASONS], *["..."] * (len(why) > _REASONS)])
-    value = f"{out['records']:,} of {out['of']:,}"
-    return [CardFigure("records left out", value, note, simulator_only=True)]
+def _left_out_card(run: RunSummary) -> Iterator[CardFigure]:
+    if out := run.summary.get("left_out"):
+        why = [f"{column or 'a line'} {reason}: {count:,}" for column, reason, count in out["why"]]
+        note = "; ".join([*why[:_REASONS], *["..."] * (len(why) > _REASONS)])
+        value = f"{out['records']:,} of {out['of']:,}"
+        yield CardFigure("records left out", value, note, simulator_only=True)
 
 
-def _metric_cards(run: RunSummary) -> list[CardFigure]:
-    cards = list[CardFigure]()
+def _metric_cards(run: RunSummary) -> Iterator[CardFigure]:
     for name in run.measured:
         metric, last = find_display(name), [r for r in run.records if name in r.metrics][-1]
         value = format_metric(metric.form, last.metrics[name])
         note = f"{metric.note}; after round {last.round}"
         sim = run.pooled or name in METRICS
-        cards.append(CardFigure(metric.label, value, note, simulator_only=sim))
-    return cards
+        yield CardFigure(metric.label, value, note, simulator_only=sim)
 
 
 def _epsilon_card(run: RunSummary) -> CardFigure:
@@ -301,15 +287,13 @@ def _other_privacy_cards(run: RunSummary) -> Iterator[CardFigure]:
         yield CardFigure("ε audited", value, note, bad=run.audit.wrong)
 
 
-def _control_card(run: RunSummary) -> list[CardFigure]:
+def _control_card(run: RunSummary) -> Iterator[CardFigure]:
     """What a controller of τ did, and in how many rounds it had no clear estimate."""
-    even = run.last.numbers.get("control/even")
-    if even is None:
-        return []
-    chosen = [record.steps for record in run.records[1:]]
-    note = f"τ from {min(chosen)} to {max(chosen)}; the budgets' even split, for want of a clear "
-    note += f"estimate, in {even:,.0f} of {counted(len(chosen), 'round')}"
-    return [CardFigure("local iterations", f"{sum(chosen):,}", note)] if chosen else []
+    even, chosen = run.last.numbers.get("control/even"), [r.steps for r in run.records[1:]]
+    if even is not None and chosen:
+        note = f"τ from {min(chosen)} to {max(chosen)}; the budgets' even split, for want of a "
+        note += f"clear estimate, in {even:,.0f} of {counted(len(chosen), 'round')}"
+        yield CardFigure("local iterations", f"{sum(chosen):,}", note)
 
 
 def _facts(run: RunSummary) -> list[str]:

@@ -58,9 +58,6 @@ class LabelTable:
         )
 
 
-_AS_TERMS = ("epsilon_reserved", "delta", "size", "rate", "clip")
-
-
 @dataclass(frozen=True)
 class SitePrivacy:
     """One site's guarantee in a private run, and how much of it is spent.
@@ -244,12 +241,13 @@ class RunSummary:
     def site_privacy(self) -> dict[str, SitePrivacy]:
         """Each site's guarantee; empty in a plain run."""
         spent, alone = self._largest("epsilon"), self._largest("epsilon_alone")
+        alike = ("epsilon_reserved", "delta", "size", "rate", "clip")
         return {
             name: SitePrivacy(
                 epsilon_spent=spent.get(name, math.nan),
                 epsilon_allowed=float(terms["epsilon"]),
                 sigma=float(terms["sigma_joint"]),
-                **{key: float(terms[key]) for key in _AS_TERMS},
+                **{key: float(terms[key]) for key in alike},
                 steps=int(terms["steps"]),
                 sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
                 epsilon_alone=(alone if _reserved(terms).condition else spent).get(name, math.nan),

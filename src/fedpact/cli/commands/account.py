@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fedpact.cli.console import AsJson, show
 from fedpact.common import check
 from fedpact.common.errors import InputError
+from fedpact.common.format import lower, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
@@ -159,14 +158,8 @@ def _left(setting: Setting, ledger: Path | None, joint: bool) -> Remaining | Non
 
 
 def _described(left: Remaining, joint: bool) -> dict[str, Any]:
-    return {
-        "site": left.site,
-        "runs": left.runs,
-        "epsilon_reserved": left.epsilon_reserved,
-        "delta_reserved": left.delta_reserved,
-        "condition": left.condition,
-        "combined": "joint" if joint else "apart",
-    }
+    told = ("site", "runs", "epsilon_reserved", "delta_reserved", "condition")
+    return {key: getattr(left, key) for key in told} | {"combined": "joint" if joint else "apart"}
 
 
 def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
@@ -303,22 +296,23 @@ def _covers(left: Remaining | None, joint: bool) -> str:
 
 def _print(document: dict[str, Any], answers: list[dict[str, Any]], per_person: int | None) -> None:
     solved = document["solved_for"]
-    table = Table(title=f"({solved} is computed)", title_justify="left", box=None)
     person = () if per_person is None else (f"ε, person of {per_person}",)
-    for column in ("ε", *person, "δ", "q", "σ", "releases", "accountant"):
-        table.add_column(column)
-    for row in answers:
-        table.add_row(
+    rows = [
+        (
             _bound(row["epsilon"]),
             *(_bound(row["epsilon_per_person"]) for _ in person),
             f"{row['delta']:g}",
-            _digits(row["q"], ROUND_FLOOR if solved == "q" else None),
-            _digits(row["sigma"], ROUND_CEILING if solved == "sigma" else None),
+            # What is computed is rounded to the safe side.
+            lower(row["q"], 5) if solved == "q" else repr(row["q"]),
+            upper(row["sigma"], 5) if solved == "sigma" else repr(row["sigma"]),
             str(row["steps"]),
             _name(row),
         )
-    console = Console()
-    print_table(console, table)
+        for row in answers
+    ]
+    columns = ("ε", *person, "δ", "q", "σ", "releases", "accountant")
+    console, title = Console(), f"({solved} is computed)"
+    print_table(console, columns, rows, title=title, title_justify="left", box=None)
     if solved == "steps" and not any(row["steps"] for row in answers):
         console.print(
             "\nNot even one such release fits in that budget: use a larger σ or a smaller q."
@@ -342,7 +336,7 @@ def _print(document: dict[str, Any], answers: list[dict[str, Any]], per_person: 
 
 
 def _bound(epsilon: float | None) -> str:
-    return "no finite bound" if epsilon is None else _digits(epsilon, ROUND_CEILING)
+    return "no finite bound" if epsilon is None else upper(epsilon, 5)
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -353,10 +347,3 @@ def _name(row: dict[str, Any]) -> str:
         way = " (Mironov's conversion)" if row["conversion"] == "mironov" else ""
         return f"{about.label}{way}: {row['bound_by'].upper()}"
     return about.label + (f", {_CONVERSIONS[row['conversion']]}" if about.converts else "")
-
-
-def _digits(value: float, rounding: str | None) -> str:
-    """Format with five digits, rounded to the safe side; a given number is unchanged."""
-    if rounding is None:
-        return repr(value)
-    return f"{float(Context(prec=5, rounding=rounding).create_decimal(value)):.5g}"

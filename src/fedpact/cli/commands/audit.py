@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.95
 
-
 SENSITIVITY = "sensitivity"
 """The name of the measurement that does not depend on chance."""
 

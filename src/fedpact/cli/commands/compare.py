@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fedpact.cli.console import INTERRUPTED, AsJson, StopOnInterrupt, show
+from fedpact.cli.console import (
+    INTERRUPTED,
+    AsJson,
+    LiveProgress,
+    StopOnInterrupt,
+    show,
+    wide_console,
+)
 from fedpact.cli.reference import check_keys
 from fedpact.common import check
 from fedpact.common.errors import InputError
@@ -137,31 +143,19 @@ def _export(comparison: Comparison, curves: Path | None, table: Path | None) -> 
             write_whole(file, form(comparison).encode(), private=False)
 
 
-class _Live:
+class _Live(LiveProgress):
     """A progress line for each run on a terminal, occasional lines elsewhere, and all failures."""
 
     def __init__(self, console: Console, total: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
+        run = TextColumn("{task.fields[run]}")
+        at = "{task.fields[what]} {task.completed}/{task.total}  {task.description}"
+        super().__init__(console, run, BarColumn(bar_width=24), TextColumn(at), TimeElapsedColumn())
         self.failed = self._done = 0
-        self._console, self._total, self._began = console, total, time.monotonic()
+        self._total, self._began = total, time.monotonic()
         self._tasks: dict[Job, TaskID] = {}
         self._told: dict[tuple[Job, str], float] = {}
-        self._progress = Progress(
-            TextColumn("{task.fields[run]}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[what]} {task.completed}/{task.total}  {task.description}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self) -> _Live:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
 
     def __call__(self, news: RunProgress) -> None:
         """Show a run's progress."""
@@ -219,56 +213,43 @@ def _name(job: Job) -> str:
 
 def _print(comparison: Comparison) -> None:
     from fedpact.evaluation.metrics import find_display
-    from fedpact.report.comparison import (
-        EFFORT_NOTE,
-        PAIRED_NOTE,
-        baseline,
-        comparison_table,
-        describe_tuning_cost,
-        effort,
-        guarantees,
-        inequality,
-        lines_by_entry,
-        paired_table,
-        tabulate_sweep,
-    )
+    from fedpact.report import comparison as report
     from fedpact.report.evaluations import summarise_evaluations, summarise_joining
 
-    out = Console(file=sys.stdout, highlight=False)
-    # A pipe has no width: each row gets one line.
-    out.width = out.width if out.is_terminal else 200
-    comparison_table(comparison).print(out, f"comparison {comparison.folder}")
+    out = wide_console()
+
+    def tell(line: str, style: str = "") -> None:
+        out.print(Text(line, style=style), soft_wrap=True)
+
+    report.comparison_table(comparison).print(out, f"comparison {comparison.folder}")
     for key in comparison.swept:
-        for swept in tabulate_sweep(comparison, key):
+        for swept in report.tabulate_sweep(comparison, key):
             swept.print(out, f"{swept.first} over {key}")
-    if paired := paired_table(comparison):
+    if paired := report.paired_table(comparison):
         paired.print(out, "more than chance?")
-        out.print(Text(f"differences {PAIRED_NOTE}"), soft_wrap=True)
-    effort(comparison).print(out, "what each did to meet it")
-    out.print(Text(EFFORT_NOTE), soft_wrap=True)
+        tell(f"differences {report.PAIRED_NOTE}")
+    report.effort(comparison).print(out, "what each did to meet it")
+    tell(report.EFFORT_NOTE)
     pooled = [f"{comparison.judged} (on held-out records)"] * comparison.pooled
     metrics = [find_display(name).label for name in comparison.measured]
     simulator = ", ".join((*pooled, *metrics))
     out.print(f"mean ± standard deviation over seeds; {simulator} and worst site: simulator only")
     out.print("seconds: wall clock of all rounds; runs at the same time share the machine")
-    sentence = inequality(comparison)
-    if sentence:
-        out.print(Text(sentence, style="bold red"), soft_wrap=True)
+    if sentence := report.inequality(comparison):
+        tell(sentence, "bold red")
     for line in (
-        *filter(None, [baseline(comparison)]),
-        *guarantees(comparison),
+        *filter(None, [report.baseline(comparison)]),
+        *report.guarantees(comparison),
         *comparison.choice,
-        *lines_by_entry(comparison, summarise_evaluations),
-        *lines_by_entry(comparison, summarise_joining),
-        *describe_tuning_cost(comparison),
+        *report.lines_by_entry(comparison, summarise_evaluations),
+        *report.lines_by_entry(comparison, summarise_joining),
+        *report.describe_tuning_cost(comparison),
     ):
-        out.print(Text(line), soft_wrap=True)
+        tell(line)
     for entry in comparison.entries:
         for why in dict.fromkeys(entry.missing.values()):
             which = ", ".join(str(seed) for seed, reason in entry.missing.items() if reason == why)
-            line = f"{entry.name} seed {which} is missing: {why}"
-            out.print(Text(line, style="red"), soft_wrap=True)
+            tell(f"{entry.name} seed {which} is missing: {why}", "red")
     if any(entry.missing for entry in comparison.entries):
-        told = f"the same command with --out {comparison.folder} runs what is missing"
-        out.print(Text(told), soft_wrap=True)
-    out.print(Text(str(comparison.folder / "comparison.html")), soft_wrap=True)
+        tell(f"the same command with --out {comparison.folder} runs what is missing")
+    tell(str(comparison.folder / "comparison.html"))

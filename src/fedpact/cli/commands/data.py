@@ -1,21 +1,20 @@
 """`fedpact data`: list, verify and download the public data sets."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from fedpact.cli.console import AsJson, group
+from fedpact.cli.console import AsJson, group, show
 from fedpact.common.errors import DataError
 from fedpact.common.format import counted
 from fedpact.common.notebook import print_table
 
 _MADE: Final = "made, not read"
-
 
 _ABOUT: Final = {
     "digits": ("CC BY 4.0, from UCI, with the package", "1,797 handwritten digits, 8 x 8"),
@@ -33,7 +32,6 @@ _ABOUT: Final = {
     "synthetic_iid": (_MADE, "100 devices with the same distribution"),
 }
 """Name -> the public data set with its files, or a licence; a description."""
-
 
 app = group("List, verify and download the public data sets.")
 
@@ -55,20 +53,18 @@ def list_(as_json: AsJson = False) -> None:
     for path in _own_files(download.data_dir()):
         what = "a file of your own, given by its path"
         rows.append({"name": str(path), "what": what, "present": True, "licence": ""})
-    if as_json:
-        _print_json({"directory": str(download.data_dir()), "data_sets": rows})
-        return
-    table = Table(title=Text(f"data directory {download.data_dir()}"))
-    table.add_column("data =", no_wrap=True)
-    for column in ("what", "present", "licence"):
-        table.add_column(column)
-    for row in rows:
-        present = "yes" if row["present"] else "no"
-        cells = (f'"{row["name"]}"', row["what"], present, row["licence"])
-        table.add_row(*map(Text, cells))
-    print_table(Console(), table)
-    if missing := [row["name"] for row in rows if not row["present"]]:
-        print(f"to fetch what is missing: `fedpact data download {_ABOUT[missing[0]][0]}`")
+
+    def tell() -> None:
+        columns = (Column("data =", no_wrap=True), "what", "present", "licence")
+        cells = [
+            (f'"{row["name"]}"', row["what"], "yes" if row["present"] else "no", row["licence"])
+            for row in rows
+        ]
+        _print_table(columns, cells)
+        if missing := [row["name"] for row in rows if not row["present"]]:
+            print(f"to fetch what is missing: `fedpact data download {_ABOUT[missing[0]][0]}`")
+
+    show({"directory": str(download.data_dir()), "data_sets": rows}, as_json, tell)
 
 
 @app.command()
@@ -94,16 +90,12 @@ def verify(
             "FEDPACT_DATA to the one that has, or download them with `fedpact data download`"
         )
     found = {s.name: {file: download.state(s, file) for file in s.files} for s in chosen}
-    if as_json:
-        _print_json({"directory": str(download.data_dir()), "data_sets": found})
-    else:
-        table = Table(title=Text(f"data directory {download.data_dir()}"))
-        for column in ("data set", "file", "state"):
-            table.add_column(column)
-        for name, states in found.items():
-            for file, state in states.items():
-                table.add_row(*map(Text, (name, file, state)))
-        print_table(Console(), table)
+    rows = [(name, *file) for name, states in found.items() for file in states.items()]
+    show(
+        {"directory": str(download.data_dir()), "data_sets": found},
+        as_json,
+        lambda: _print_table(("data set", "file", "state"), rows),
+    )
     bad = [f"{name}/{file}" for name in found for file, s in found[name].items() if s != "ok"]
     if bad:
         raise DataError(
@@ -132,13 +124,14 @@ def download(
     for name in names:
         with progress.status(f"fetching {name}"):
             fetched[name] = fetch(name, home)
-    if as_json:
-        _print_json({"directory": str(download.data_dir()), "fetched": fetched})
-        return
-    for name, new in fetched.items():
-        Console().print(
-            f"{name}: {counted(len(new), 'file')} fetched into {download.data_dir() / name}"
-        )
+
+    def tell() -> None:
+        for name, new in fetched.items():
+            Console().print(
+                f"{name}: {counted(len(new), 'file')} fetched into {download.data_dir() / name}"
+            )
+
+    show({"directory": str(download.data_dir()), "fetched": fetched}, as_json, tell)
 
 
 def _own_files(directory: Path) -> list[Path]:
@@ -151,5 +144,7 @@ def _own_files(directory: Path) -> list[Path]:
     return sorted(path for path in found if not any(path.is_relative_to(at) for at in public))
 
 
-def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2))
+def _print_table(columns: Sequence[str | Column], rows: Sequence[Sequence[str]]) -> None:
+    from fedpact.data import download
+
+    print_table(Console(), columns, rows, title=Text(f"data directory {download.data_dir()}"))

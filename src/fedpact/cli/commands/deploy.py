@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fedpact.cli.console import AsJson, Config, Overrides, group, plain_console, show
 from fedpact.cli.reference import check_keys
@@ -30,12 +28,9 @@ Form = Literal["compose", "helm", "systemd", "flower"]
 
 _POLL_SECONDS = 0.5
 
-
 _SHOWN = 5
 
-
 app = group("Run a federation on real machines, over Flower.")
-
 
 Where = Annotated[
     Path,
@@ -396,9 +391,7 @@ def _line(record: RoundRecord) -> str:
     found = headline_metric(record.accuracy, record.loss, exact_percent)
     accuracy = "" if record.accuracy is None else f"  {' '.join(found)}"
     refused = "".join(f"  {site}: {code}" for site, code in record.refused.items())
-    alone = max(record.epsilon_alone.values(), default=None)
-    spent = upper(max(record.epsilon.values()))
-    spent += "" if alone is None else f" (alone {upper(alone)})"
+    spent = record.most_spent()
     return f"round {record.round}{accuracy}  ε {spent}  {record.seconds:.1f} s{refused}"
 
 
@@ -411,17 +404,18 @@ def _print(found: dict[str, Any], *, every: bool = False) -> None:
     out.print(f"run {found['run']}: {found['status']}{at}")
     for told in found["released"]:
         out.print(f"as the sites released it, {told}", markup=False)
-    table = Table("party", "here", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
-    for name, runs in found["running"].items():
-        ledger = found["ledgers"].get(name)
-        table.add_row(Text(name), "runs" if runs else "-", *_spend(ledger, found["run"]))
+    rows = [
+        (name, "runs" if runs else "-", *_spend(found["ledgers"].get(name), found["run"]))
+        for name, runs in found["running"].items()
+    ]
     last = last or {"epsilon": {}, "epsilon_alone": {}}
     for name, epsilon in last["epsilon"].items():
         if name not in found["running"]:
             # Its ledger is on another machine: show the server's count.
             alone = last["epsilon_alone"].get(name, epsilon)
-            table.add_row(Text(name), "elsewhere", upper(epsilon), "", upper(alone), "", "", "")
-    print_table(out, table)
+            rows.append((name, "elsewhere", upper(epsilon), "", upper(alone), "", "", ""))
+    columns = ("party", "here", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
+    print_table(out, columns, rows)
     if found["status"] in ("not ended", "known to the server"):
         for name, words in found["ended"].items():
             out.print(f"{name} has ended: {words}", markup=False)
@@ -460,18 +454,20 @@ def _print_own(out: Console, own: dict[str, Any], *, every: bool) -> None:
     rounds = sorted(own["rounds"].items(), key=lambda each: int(each[0]))
     figures = {name: exact_figures(sums, form) for name, sums in rounds}
     of_all = [f.name for f in next(iter(figures.values())) if not f.of_part]
-    table = Table("after round", *of_all)
     some = [*figures][-_SHOWN:]
-    for name in figures if every else some:
-        table.add_row(name, *(f"{f.value:.4g}" for f in figures[name] if not f.of_part))
-    print_table(out, table)
+    rows = [
+        (name, *(f"{f.value:.4g}" for f in figures[name] if not f.of_part))
+        for name in (figures if every else some)
+    ]
+    print_table(out, ("after round", *of_all), rows)
     if len(figures) > len(some) and not every:
         out.print(f"The last {len(some)} of {counted(len(figures), 'round')}; --all shows all.")
-    parts = Table("", *(f"round {name}" for name in some))
     of_parts = ([f for f in figures[name] if f.of_part] for name in some)
-    for each in zip(*of_parts, strict=True):
-        parts.add_row(Text(f"{each[0].name}, {each[0].about}"), *(f"{f.value:.4g}" for f in each))
-    print_table(out, parts)
+    rows = [
+        (f"{each[0].name}, {each[0].about}", *(f"{f.value:.4g}" for f in each))
+        for each in zip(*of_parts, strict=True)
+    ]
+    print_table(out, ("", *(f"round {name}" for name in some)), rows)
     out.print(
         "Exact figures of this site's held-out records, for its owner only: no message contains "
         "them, and passing them on is a release that no budget covers."

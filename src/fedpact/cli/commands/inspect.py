@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import DataError, FedpactError
@@ -143,24 +141,22 @@ def print_check(found: SiteCheck) -> None:
 def print_columns(columns: Sequence[ColumnSummary], out: Console) -> None:
     """Print columns, next to their declarations if there are any."""
     declared = any(one.declared for one in columns)
-    table = Table("column", "holds", "minimum", "median", "maximum", "missing")
-    for header in ("not as declared", "declared") * declared:
-        table.add_column(header)
+    headings = ["column", "holds", "minimum", "median", "maximum", "missing"]
+    headings += ["not as declared", "declared"] * declared
+    rows = list[list[str]]()
     for one in columns:
         kind = one.kind if declared else one.remark.partition(". ")[0] or one.kind
         cells = [one.name, kind, *map(number, (one.low, one.median, one.high))]
         cells += [percent(one.missing), percent(one.outside), one.declared]
-        table.add_row(*map(Text, cells[: len(table.columns)]))
-    print_table(out, table)
+        rows.append(cells[: len(headings)])
+    print_table(out, headings, rows)
 
 
 def _print_records(found: SiteCheck) -> None:
     out = plain_console()
     if found.left_out:
-        table = Table("left out by column", "reason", "records")
-        for column, why, count in found.left_out:
-            table.add_row(Text(column or "the record"), Text(why), f"{count:,}")
-        print_table(out, table)
+        rows = [(column or "the record", why, f"{n:,}") for column, why, n in found.left_out]
+        print_table(out, ("left out by column", "reason", "records"), rows)
     out.print(_line(found), markup=False)
     if found.classes:
         told = ", ".join(f"{name} {count:,}" for name, count in found.classes.items())

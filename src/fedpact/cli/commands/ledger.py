@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column, Table
-from rich.text import Text
 
 from fedpact.cli import console
 from fedpact.cli.console import AsJson, group, plain_console
@@ -22,9 +20,7 @@ _TORN = (
     "that its runs reserved counts as spent"
 )
 
-
 app = group("Show, verify and export what sites have reserved and spent.")
-
 
 Where = Annotated[
     Path, typer.Argument(help="A ledger.jsonl, or a folder with the ledgers of several sites.")
@@ -200,27 +196,24 @@ def _alone(spend: dict[str, Any]) -> tuple[str, str, str]:
 
 def _print(receipts: dict[str, dict[str, Any]]) -> None:
     out = plain_console()
-    # Names are wrapped, not cut, to stay unique.
-    names = [Column(name, overflow="fold") for name in ("site", "run")]
-    table = Table(*names, "ε reserved", "ε spent", "δ", "events spent", "of")
     shared = any(run["honest"] for each in receipts.values() for run in each["runs"].values())
-    if shared:
-        for heading in ("honest", "ε alone reserved", "ε alone spent"):
-            table.add_column(heading)
-    for each in receipts.values():
-        site = each["site"] + (" (hypothetical)" if each["hypothetical"] else "")
-        for run, spend in each["runs"].items():
-            table.add_row(
-                Text(site),
-                Text(run),
-                f"{spend['epsilon_reserved']:g}",
-                upper(spend["epsilon_spent"]),
-                f"{spend['delta']:g}",
-                str(sum(event["spent"] for event in spend["events"])),
-                str(sum(event["reserved"] for event in spend["events"])),
-                *(_alone(spend) if shared else ()),
-            )
-    print_table(out, table)
+    columns = ["site", "run", "ε reserved", "ε spent", "δ", "events spent", "of"]
+    columns += ["honest", "ε alone reserved", "ε alone spent"] * shared
+    rows = [
+        (
+            each["site"] + (" (hypothetical)" if each["hypothetical"] else ""),
+            run,
+            f"{spend['epsilon_reserved']:g}",
+            upper(spend["epsilon_spent"]),
+            f"{spend['delta']:g}",
+            str(sum(event["spent"] for event in spend["events"])),
+            str(sum(event["reserved"] for event in spend["events"])),
+            *(_alone(spend) if shared else ()),
+        )
+        for each in receipts.values()
+        for run, spend in each["runs"].items()
+    ]
+    print_table(out, columns, rows)
     if shared:
         out.print(
             "With distributed noise, ε holds if that many sites in each sum are honest; ε alone "

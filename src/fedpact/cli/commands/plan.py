@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Column
 
 from fedpact.cli.console import AsJson, Config, Overrides, plain_console, show
 from fedpact.cli.reference import check_keys
@@ -187,17 +186,15 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     # Long names are wrapped after 24 letters, not cut.
     longest = min(24, max(map(len, document["sites"])))
     site = Column("site", no_wrap=True, min_width=longest)
-    table = Table(site, "N", "q", "σ", Column("T", no_wrap=True), "ε after 1", "ε at the end", "δ")
     every = f" of {document['iterations']}" if scene.participants.partial else ""
     several = plan.privacy.told_records
     records = (plan.privacy.person_records or 5) if several else None
-    if records:
-        table.add_column(f"ε, person of {records}")
-    if condition:
-        table.add_column("ε alone")
-    for name, terms in document["sites"].items():
-        table.add_row(
-            Text(name),
+    columns = [site, "N", "q", "σ", Column("T", no_wrap=True), "ε after 1", "ε at the end", "δ"]
+    columns += [f"ε, person of {records}"] if records else []
+    columns += ["ε alone"] if condition else []
+    rows = [
+        (
+            name,
             "noisy" if terms["size"] is None else f"{terms['size']:g}",
             f"{terms['rate']:.4g}",
             f"{terms['sigma_joint']:.4f}",
@@ -208,7 +205,9 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
             *([upper(terms["epsilon_per_person"][str(records)])] if records else []),
             *([upper(terms["epsilon_alone_by_round"][-1])] if condition else []),
         )
-    print_table(out, table)
+        for name, terms in document["sites"].items()
+    ]
+    print_table(out, columns, rows)
     if told_of_draw := scene.participants.describe():
         out.print(told_of_draw)
     if condition:
@@ -307,21 +306,21 @@ def _rounds(scene: SimulationSetup, document: dict[str, Any]) -> str:
 
 
 def _print_optimised(out: Console, chosen: dict[str, Any]) -> None:
-    table = Table("ε", "", "q", "σ", "T", "τ", "passes", "sqrt(T) q / σ")
-    for case in chosen["cases"]:
-        for name in ("configured", "chosen"):
-            one = case[name]
-            table.add_row(
-                f"{case['epsilon']:g}" if name == "configured" else "",
-                name,
-                f"{one['sampling_rate']:.4g}",
-                f"{one['sigma']:.4f}",
-                f"{one['steps']}",
-                f"{one['local_steps']}",
-                f"{one['passes']:.3g}",
-                f"{one['snr']:.4f}",
-            )
-    print_table(out, table)
+    rows = [
+        (
+            f"{case['epsilon']:g}" if name == "configured" else "",
+            name,
+            f"{case[name]['sampling_rate']:.4g}",
+            f"{case[name]['sigma']:.4f}",
+            f"{case[name]['steps']}",
+            f"{case[name]['local_steps']}",
+            f"{case[name]['passes']:.3g}",
+            f"{case[name]['snr']:.4f}",
+        )
+        for case in chosen["cases"]
+        for name in ("configured", "chosen")
+    ]
+    print_table(out, ("ε", "", "q", "σ", "T", "τ", "passes", "sqrt(T) q / σ"), rows)
     gains = ", ".join(f"{case['gain']:.2f}" for case in chosen["cases"])
     out.print(
         f"The chosen values have {gains} times the signal-to-noise ratio at the same (ε, δ). To "

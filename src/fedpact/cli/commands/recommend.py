@@ -8,7 +8,6 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import DataError, InputError
@@ -137,11 +136,11 @@ def _print(asked: Circumstances, found: Recommendation, out: Path | None) -> Non
         run = "" if asked.size else f"; run it with `fedpact run {quote(str(out))}`"
         console.print(f"Wrote {out}{run}.")
     counted = "classes" if asked.size else "classes, number of records that fit the declaration"
-    table = Table("", "weights", "q", "T", "σ", "signal to noise")
-    for row in found.rows:
-        weights, sigma, snr = f"{row.weights:,}", f"{row.sigma:.4g}", f"{row.snr:.3g}"
-        table.add_row(row.what, weights, f"{row.rate:g}", f"{row.rounds}", sigma, snr)
-    print_table(console, table)
+    rows = [
+        (o.what, f"{o.weights:,}", f"{o.rate:g}", f"{o.rounds}", f"{o.sigma:.4g}", f"{o.snr:.3g}")
+        for o in found.rows
+    ]
+    print_table(console, ("", "weights", "q", "T", "σ", "signal to noise"), rows)
     console.print(
         "Signal to noise: the largest distance that clipped gradients can move the model, over "
         "the distance that noise moves it, in the whole run: sqrt(T) q N / (σ sqrt(K/h) "

@@ -26,15 +26,12 @@ if TYPE_CHECKING:
 
 Run = Annotated[Path, typer.Argument(help="The folder of a run; for a deployment, server/run.")]
 
-
 File = Annotated[Path, typer.Argument(help="Records: .csv, .parquet or .npz, as in training.")]
-
 
 Average = Annotated[
     bool,
     typer.Option("--average", help="Use the averaged model that server.average kept."),
 ]
-
 
 Model = Annotated[
     str | None,

@@ -16,6 +16,7 @@ from fedpact.cli.console import (
     AsJson,
     Config,
     Engine,
+    LiveProgress,
     Overrides,
     StopOnInterrupt,
     print_run,
@@ -23,7 +24,7 @@ from fedpact.cli.console import (
 )
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import DataError
-from fedpact.common.format import exact_percent, headline_metric, size, upper
+from fedpact.common.format import exact_percent, headline_metric, size
 
 if TYPE_CHECKING:
     from fedpact.api import Result
@@ -129,35 +130,23 @@ def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool
         raise typer.Exit(INTERRUPTED)
 
 
-class _Live:
+class _Live(LiveProgress):
     """A live line on a terminal, plain lines elsewhere."""
 
     def __init__(self, plan: Plan, folder: Path, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
         from fedpact.common.run_folder import Folder
         from fedpact.evaluation.metrics import METRICS
 
-        self._plan, self._folder, self._console = plan, Folder(folder), console
+        done = TextColumn("round {task.completed}/{task.total}")
+        told = TextColumn("{task.description}")
+        super().__init__(console, done, BarColumn(bar_width=24), told, TimeRemainingColumn())
+        self._plan, self._folder = plan, Folder(folder)
         self._fares, self._evaluated, self._sent = "accuracy -", 0, 0
         self._metrics = {metric.label: "-" for metric in METRICS.values()}
         self._began, self._first = time.perf_counter(), 0
-        self._progress = Progress(
-            TextColumn("round {task.completed}/{task.total}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
         self._task = self._progress.add_task("starting", total=plan.rounds)
-
-    def __enter__(self) -> _Live:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
 
     def __call__(self, record: RoundRecord) -> None:
         from fedpact.evaluation.metrics import find_display
@@ -182,9 +171,7 @@ class _Live:
     def _privacy(self, record: RoundRecord) -> str:
         if not self._plan.private:
             return "NOT PRIVATE"
-        alone = max(record.epsilon_alone.values(), default=None)
-        beside = "" if alone is None else f" (alone {upper(alone)})"
-        return f"ε {upper(max(record.epsilon.values()))} of {self._allowed}{beside}"
+        return f"ε {record.most_spent(f' of {self._allowed}')}"
 
     @cached_property
     def _allowed(self) -> str:

@@ -11,8 +11,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table as Grid
-from rich.text import Text
 
 from fedpact.cli import reference
 from fedpact.cli.console import AsJson, Overrides, show
@@ -70,11 +68,8 @@ def algorithms(
             print(found[0].text, end="\n\n")
             _print(found[0].settings)
             return
-        grid = _grid("algorithm", "what", "settings")
-        for one in found:
-            keys = ", ".join(key.last for key in one.settings.keys)
-            grid.add_row(*map(Text, (one.name, one.title, keys)))
-        print_table(Console(), grid)
+        rows = [(one.name, one.title, _names(one.settings.keys)) for one in found]
+        _print_grid(("algorithm", "what", "settings"), rows)
 
     show({"algorithms": [asdict(one) for one in found]}, as_json, text)
 
@@ -96,10 +91,8 @@ def _check(name: str | None, as_json: bool) -> None:
     document["checks"] = [asdict(one) for one in found]
 
     def text() -> None:
-        grid = _grid("check", "passed")
-        for one in found:
-            grid.add_row(Text(one.check), Text(f"no: {one.violation}" if one.violation else "yes"))
-        print_table(Console(), grid)
+        rows = [(one.check, f"no: {one.violation}" if one.violation else "yes") for one in found]
+        _print_grid(("check", "passed"), rows)
         print(_explain_neutral(document["neutral"]))
         print(f"{bad} of {len(found)} checks failed." if bad else "All checks passed.")
 
@@ -159,29 +152,32 @@ def init(
 
 
 def _overview(found: list[KeyTable]) -> None:
-    grid = _grid("table", "what", "keys")
-    for table in found:
-        name = f"[{table.name}]" if _is_table(table.name) else table.name or "(top level)"
-        keys = ", ".join(key.last for key in table.keys)
-        grid.add_row(*map(Text, (name, table.about, keys)))
-    print_table(Console(), grid)
+    rows = [(_heading(one.name) or "(top level)", one.about, _names(one.keys)) for one in found]
+    _print_grid(("table", "what", "keys"), rows)
     print("`fedpact settings NAME` shows a table or a key; `fedpact algorithms` has [settings].")
 
 
-def _is_table(name: str) -> bool:
-    return bool(name) and name not in reference.FILES
+def _heading(table: str) -> str:
+    return f"[{table}]" if table and table not in reference.FILES else table
+
+
+def _names(keys: Sequence[Key]) -> str:
+    return ", ".join(key.last for key in keys)
 
 
 def _print(table: KeyTable) -> None:
-    name = f"[{table.name}]" if _is_table(table.name) else table.name
-    console = Console(highlight=False)
-    console.print(f"{name}  {table.about}".strip(), markup=False, style="bold")
-    grid = _grid("key", "type", "default", "meaning")
-    for key in table.keys:
-        told = f"{key.symbol}: {key.meaning}" if key.symbol else key.meaning
-        cells = (key.last, f"{key.type} {key.range}".strip(), format_default(key), told)
-        grid.add_row(*map(Text, cells))
-    print_table(console, grid)
+    told = f"{_heading(table.name)}  {table.about}".strip()
+    Console(highlight=False).print(told, markup=False, style="bold")
+    rows = [
+        (
+            key.last,
+            f"{key.type} {key.range}".strip(),
+            format_default(key),
+            f"{key.symbol}: {key.meaning}" if key.symbol else key.meaning,
+        )
+        for key in table.keys
+    ]
+    _print_grid(("key", "type", "default", "meaning"), rows)
 
 
 def format_default(key: Key) -> str:
@@ -191,11 +187,8 @@ def format_default(key: Key) -> str:
     return "none" if key.default is None else toml(key.default)
 
 
-def _grid(*columns: str) -> Grid:
-    grid = Grid(show_lines=True)
-    for column in columns:
-        grid.add_column(column, overflow="fold")
-    return grid
+def _print_grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print_table(Console(), columns, rows, show_lines=True)
 
 
 # ---------------------------------------------------------------- a starting plan

@@ -52,7 +52,6 @@ _SMALL: Final = 2.0**-12
 # ever for the threads that only its parent has.
 _NUMPY_IS_FAST: Final = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
-
 Words = NDArray[np.uint64]
 Floats = NDArray[np.floating[Any]]
 Further = Callable[[int], Words]
@@ -136,15 +135,12 @@ def normals(
     dtype: float64, or anything else for float32. further: where float64's tail comes from; without
     it, it ends at 8.58.
     """
-    most = CHUNK if dtype == torch.float64 else 2 * CHUNK
+    double = dtype == torch.float64
+    most = CHUNK if double else 2 * CHUNK
     for start in range(0, size, most):
         count = min(most, size - start)
-        z = _paired(source.words(_words_for(count, dtype)), dtype, further)
-        yield slice(start, start + count), from_numpy(z)[:count]
-
-
-def _words_for(size: int, dtype: torch.dtype) -> int:
-    return size + size % 2 if dtype == torch.float64 else (size + 1) // 2
+        words = source.words(count + count % 2 if double else (count + 1) // 2)
+        yield slice(start, start + count), from_numpy(_paired(words, dtype, further))[:count]
 
 
 def _paired(words: Words, dtype: torch.dtype, further: Further | None = None) -> Floats:

@@ -34,7 +34,7 @@ def check_site_keys(directory: Path, federation: Federation, name: str) -> None:
             "server would let this site in. Put the site's own key back, or put the public line "
             "of this one (site.pub) into federation.toml at every party and start the server again"
         )
-    _authority(directory)
+    _certificate(directory / "ca.crt")
 
 
 def check_server_keys(directory: Path, federation: Federation) -> None:
@@ -48,7 +48,8 @@ def check_server_keys(directory: Path, federation: Federation) -> None:
             "public line of this one (server.pub) into federation.toml at every party"
         )
     _check_certificate(directory, federation.host)
-    _check_secret(directory)
+    if not _read(secret := directory / "runtime.secret"):
+        raise PlanError(f"{secret} is empty: write 32 random bytes into it, of this party's own")
 
 
 def write_site_connection(directory: Path) -> None:
@@ -86,7 +87,7 @@ def _check_public(federation: Federation) -> None:
 
 
 def _check_certificate(directory: Path, host: str) -> None:
-    authority, path = _authority(directory), directory / "tls.crt"
+    authority, path = _certificate(directory / "ca.crt"), directory / "tls.crt"
     certificate, secret = _certificate(path), directory / "tls.key"
     with parse_errors(secret, _AGAIN):
         key = serialization.load_pem_private_key(_read(secret), None)
@@ -120,19 +121,9 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def _authority(directory: Path) -> x509.Certificate:
-    return _certificate(directory / "ca.crt")
-
-
 def _certificate(path: Path) -> x509.Certificate:
     with parse_errors(path, _AGAIN):
         return x509.load_pem_x509_certificate(_read(path))
-
-
-def _check_secret(directory: Path) -> None:
-    path = directory / "runtime.secret"
-    if not _read(path):
-        raise PlanError(f"{path} is empty: write 32 random bytes into it, of this party's own")
 
 
 def _read(path: Path) -> bytes:

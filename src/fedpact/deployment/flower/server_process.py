@@ -18,13 +18,7 @@ from fedpact.common.messages import Refusal, RoundRecord, from_bytes
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import flower_records
-from fedpact.deployment.flower.internals import (
-    PromptGrid,
-    SuperLink,
-    TaskQueue,
-    public_pem,
-    tls,
-)
+from fedpact.deployment.flower.internals import PromptGrid, SuperLink, TaskQueue, public_pem, tls
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
 from fedpact.deployment.server import Coordinator, print_round
@@ -107,15 +101,14 @@ def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) ->
     key = keys.read_private_key(coordinator.directory / "server.key")
     admission, remember = coordinator.admission()
     form = partial(expect_form, coordinator.workshop(), sums=coordinator.form.lengths)
-    federation, plan, waits = coordinator.federation, coordinator.plan, coordinator.folder.waits
-    agreed = federation.agreed(plan)
+    federation, waits = coordinator.federation, coordinator.folder.waits
+    agreed = federation.agreed(coordinator.plan)
     transport = FlowerTransport(grid, federation, key, agreed, admission, form, remember, waits)
     begin = partial(transport.wait_until_ready, federation.run)
     sockets = getattr(grid, "sockets", tuple)  # somebody else's SuperLink counts none
-    if not plan.secure_aggregation.threshold:
+    if not coordinator.plan.secure_aggregation.threshold:
         return coordinator.run(transport, on_round, begin, sockets=sockets)
-    attempts = coordinator.attempts
-    secure = secure_deployment(transport, federation, plan, attempts, admission, form)
+    secure = secure_deployment(coordinator, transport, admission, form)
     return coordinator.run(secure, on_round, begin, transport, sockets)
 
 

@@ -50,7 +50,6 @@ _NODES_SECONDS = 1.0
 _READY_SECONDS = 5.0
 _SILENT_SECONDS = 10.0
 
-
 OnWait = Callable[[int, Mapping[str, Mapping[str, Any]]], None]
 
 
