@@ -138,12 +138,12 @@ class Dense:
         """Return P; see layout.length_for."""
         return length_for(expected, MOST // self._width, self._overhead, **how)
 
-    def losses(self, one: Pass) -> Tensor:
-        """Return the losses [P] of a pass, without gradient."""
-        found = _Found(one.x.flatten(1))
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the losses [P] of records x, y [P, ...], without gradient."""
+        found = _Found(x.flatten(1))
         with np.errstate(all="ignore"):
             self._forward(found)
-            return from_numpy(self._losses(found, one.y.numpy())[0])
+            return from_numpy(self._losses(found, y.numpy())[0])
 
     def sum(
         self,

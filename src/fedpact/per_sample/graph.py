@@ -19,10 +19,11 @@ from torch.fx import Node
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast
 from fedpact.per_sample import norms, recurrent
-from fedpact.per_sample.gradients import Made, Outer, Through
+from fedpact.per_sample.gradients import Made, Outer
 from fedpact.per_sample.layout import overhead
-from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of, wide
-from fedpact.per_sample.share import Share
+from fedpact.per_sample.norms import wide
+from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
+from fedpact.per_sample.share import Mapped, Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.keyed_draws import drawn
@@ -80,39 +81,28 @@ class _Step:
     pools: bool
 
 
-_Recorded = tuple[int, Tensor, Tensor | None]
-"""What a recurrence records of a parameter; see recurrent.Record."""
-
-_Tapped = tuple[_Use, Call, list[_Recorded]]
-
-
-def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple[Any, _Tapped]:
+def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple[Any, Call]:
     """Run a step whose results' gradients are requested."""
-    recorded: list[_Recorded] = []
-    if step.node.target in recurrent.RECURRENT:
+    recurs = step.node.target in recurrent.RECURRENT
+    if recurs:
         # It records its gradients in the backward pass, so its input must require grad.
         x = cast(Tensor, args[0])
         args = (x if x.requires_grad else x.detach().requires_grad_(), *args[1:])
+    op, wanted = cast(Any, step.node.target), [*use.sources]
+    call = Call(op, list(args), dict(kwargs), use.places, use.out, wanted, batch)
+    recorded = call.recorded
 
-        def told(place: int, g: Tensor, u: Tensor | None) -> None:
-            recorded.append((place, g, u))
+    def told(place: int, g: Tensor, u: Tensor | None) -> None:
+        recorded.append((place, g, u))
 
-        run = recurrent.run
-        if draws(step.node):
-            run = drawn(run, use.out[1])
-        found: Any = run(step.node.target, args, told, **kwargs)
-    else:
-        found = step.do(*args, **kwargs)
+    found: Any = step.do(*args, **kwargs, record=told) if recurs else step.do(*args, **kwargs)
     several: list[Tensor] = results_of(found)
     # Parameters are constants here, so nothing before the first tap requires a gradient.
     for one in several:
         if (one.is_floating_point() or one.is_complex()) and not one.requires_grad:
             one.requires_grad_()
-    op, wanted = cast(Any, step.node.target), [*use.sources]
-    call = Call(op, list(args), dict(kwargs), use.places, use.out, wanted, batch)
     call.grads = list(several)
-    tapped = use, call, recorded
-    return tuple(several) if isinstance(found, (tuple, list)) else several[0], tapped
+    return tuple(several) if isinstance(found, (tuple, list)) else several[0], call
 
 
 class Graph:
@@ -160,15 +150,15 @@ class Graph:
 
         held: the shares stay valid after a change of the weights.
         """
-        calls: dict[Node, _Tapped] = {}
+        calls: dict[Node, Call] = {}
         with torch.enable_grad(), autocast(self._model):
             losses = wide(self._forward(x, y, calls, held))
         _backward(losses, list(calls.values()))
-        return losses.detach(), self._shares(list(calls.values()))
+        uses = [(use, calls[s.node]) for s in self._steps if (use := s.use) and s.node in calls]
+        del calls
+        return losses.detach(), self._shares(uses)
 
-    def _forward(
-        self, x: Tensor, y: Tensor, calls: dict[Node, _Tapped] | None, held: bool
-    ) -> Tensor:
+    def _forward(self, x: Tensor, y: Tensor, calls: dict[Node, Call] | None, held: bool) -> Tensor:
         values = self._program.values(x, y)
         # Shares may contain views of the weights, which the next point overwrites.
         if held:
@@ -185,7 +175,7 @@ class Graph:
                 elif calls is not None and step.pools:
                     # Its gradient and the indices of its maxima give all nonzero entries of the
                     # convolution's gradient.
-                    call = calls[cast(Node, node.args[0])][1]
+                    call = calls[cast(Node, node.args[0])]
                     call.pooled = env[node], _ = _max_pool(*args, **kwargs)
                 else:
                     env[node] = step.do(*args, **kwargs)
@@ -193,11 +183,12 @@ class Graph:
                 del env[one]
         return cast(Tensor, env[self._program.result])
 
-    def _shares(self, calls: list[_Tapped]) -> Shares:
+    def _shares(self, calls: list[tuple[_Use, Call]]) -> Shares:
         found: Shares = {}
+        # A call is freed before the next one's shares are made.
         while calls:
-            use, call, recorded = calls.pop()
-            for place, share in _shares_of(call, recorded):
+            use, call = calls.pop()
+            for place, share in _shares_of(call).items():
                 if place in use.sources:
                     # In the order of the uses, in which differences pair them.
                     for name, one in self._by_parameter(use.sources[place], share):
@@ -255,7 +246,7 @@ class Graph:
         def pull(name: str) -> Callable[[Tensor], Tensor]:
             return lambda given: rows(given)[name]
 
-        return [(n, Through(share, pull(n), w.numel())) for n, w in weights.items()]
+        return [(n, Mapped(share, pull(n), w.numel())) for n, w in weights.items()]
 
     def _weighted(self, nodes: list[Node]) -> dict[Node, list[str]]:
         """Nodes that depend on trained parameters and on no record: the parameters' names."""
@@ -326,41 +317,41 @@ def _done(node: Node, state: State) -> Callable[..., Any]:
     def ignored(*_: object) -> None:
         """Record nothing."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return recurrent.run(node.target, args, ignored, **kwargs)
+    def run(*args: Any, record: recurrent.Record = ignored, **kwargs: Any) -> Any:
+        return recurrent.run(node.target, args, record, **kwargs)
 
     # Its dropout works on steps in front of records, which is where its states have them.
     return drawn(run, cast(tuple[Where, ...], state)[1]) if draws(node) else run
 
 
-def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Share]]":
+def _shares_of(call: Call) -> dict[Place, Share]:
     if call.op in recurrent.RECURRENT:
 
         def apart(steps: Tensor) -> Tensor:
             return call.positions(call.apart(steps, call.out[1]._replace(dim=0)))
 
-        return [
-            ((2, i), Made(apart(g).sum(1)) if u is None else Outer(apart(g), apart(u)))
-            for i, g, u in recorded
-        ]
+        return {
+            (2, i): Made(apart(g).sum(1)) if u is None else Outer(apart(g), apart(u))
+            for i, g, u in call.recorded
+        }
     if all(g is None for g in call.grads):
-        return []
-    return list(shares_of(call).items())
+        return {}
+    return shares_of(call)
 
 
-def _backward(losses: Tensor, calls: list[_Tapped]) -> None:
+def _backward(losses: Tensor, calls: list[Call]) -> None:
     """Replace the tapped tensors by their gradients."""
     if not losses.requires_grad:
-        for _, call, _ in calls:
+        for call in calls:
             call.grads = [None for _ in call.grads]
         return
-    taps = [(c, i, t) for _, c, _ in calls for i, t in enumerate(c.grads) if t is not None]
+    taps = [(c, i, t) for c in calls for i, t in enumerate(c.grads) if t is not None]
     taps = [(c, i, t) for c, i, t in taps if t.requires_grad]
-    pooled = [(c, *c.pooled) for _, c, _ in calls if c.pooled is not None]
-    for _, call, _ in calls:
+    pooled = [(c, *c.pooled) for c in calls if c.pooled is not None]
+    for call in calls:
         call.grads, call.pooled = [None for _ in call.grads], None
     # A recurrence records its gradients in its backward pass, so those of its inputs are requested.
-    starts = [c.args[0] for _, c, _ in calls if c.op in recurrent.RECURRENT]
+    starts = [c.args[0] for c in calls if c.op in recurrent.RECURRENT]
     wanted = [*(t for _, _, t in taps), *(y for _, y, _ in pooled), *starts]
     found = cast(
         tuple[Tensor | None, ...],

@@ -45,9 +45,8 @@ from fedpact.per_sample.clipping import (
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.layers import by_pixel
 from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collected, is_invariant
-from fedpact.per_sample.norms import slices
+from fedpact.per_sample.norms import slices, wide
 from fedpact.per_sample.passes import Measured, Passes, one_each, trainable
-from fedpact.per_sample.rules import wide
 from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, PassNumbers, Seed
@@ -88,21 +87,26 @@ class PerSampleKernel:
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
         measure = self._passes.losses
-        return self._each(lambda one: one_each(measure(one), len(one.y)), x, y, layout)
+        return self._each(lambda x, y: one_each(measure(x, y), len(y)), x, y, layout)
 
     def norms(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The lengths ‖g_j‖ [B] of the per-sample gradients at the model's weights, in float64."""
         return self._each(self._passes.norms, x, y, layout)
 
     def _each(
-        self, of: Callable[[Pass], Tensor], x: Tensor, y: Tensor, layout: Placement | None
+        self,
+        of: Callable[[Tensor, Tensor], Tensor],
+        x: Tensor,
+        y: Tensor,
+        layout: Placement | None,
     ) -> Tensor:
         if len(x) == 0:
             return self.model.vector.new_zeros(0)
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
             layout = layout or self._checked_layout(x, y)
-            return collected([*map(of, self._passes.over(x, y, layout))], len(x), layout)
+            parts = [of(one.x, one.y) for one in self._passes.over(x, y, layout)]
+            return collected(parts, len(x), layout)
 
     def clipped_sum(
         self,

@@ -68,15 +68,13 @@ COMPACT = Placement()
 class Pass:
     """One pass: records x, y [P, ...], and which slots hold one: occupied [P], None for all.
 
-    rows: its slots among the batch's. count: of a compact pass the records it holds, which come
-    first; the length elsewhere.
+    rows: its slots among the batch's; of a compact pass those that hold records, which come first.
     """
 
     x: Tensor
     y: Tensor
     occupied: Tensor | None
     rows: slice
-    count: int
     places: Tensor | None
     slots: int
 
@@ -102,7 +100,7 @@ def laid_out(
         for i in range(0, slots, length):
             rows = slice(i, i + length)
             some = aligned(x[rows]), aligned(y[rows])
-            yield Pass(*some, occupied[rows], rows, length, places, slots)
+            yield Pass(*some, occupied[rows], rows, places, slots)
         return
     batch = y.shape[0]  # in a quarter of the time of len
     for i in range(0, batch, length):
@@ -111,7 +109,7 @@ def laid_out(
         if count < length:
             occupied = torch.arange(length, device=x.device) < count
         some = _filled(x[rows], length, blank), _filled(y[rows], length)
-        yield Pass(*some, occupied, rows, count, None, 0)
+        yield Pass(*some, occupied, rows, None, 0)
 
 
 def collected(parts: list[Tensor], batch: int, layout: Placement) -> Tensor:

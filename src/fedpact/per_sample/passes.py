@@ -153,25 +153,25 @@ class Passes:
         """Whether the model takes a made-up record [...], with labels of the form of y."""
         two, labels = torch.stack([one, one]), y.new_zeros(2, *y.shape[1:])
         try:
-            self.losses(Pass(two, labels, None, slice(0, 2), 2, None, 0))
+            self.losses(two, labels)
         except Exception:  # whatever a model may raise
             return False
         return True
 
-    def losses(self, one: Pass) -> Tensor:
-        """The losses [P] of a pass, without gradient."""
-        if (dense := self.at_once(one.x, one.y)) is not None:
-            return dense.losses(one)
-        x, y = self._given(one.x, one.y)
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [P] of records x, y [P, ...], without gradient."""
+        if (dense := self.at_once(x, y)) is not None:
+            return dense.losses(x, y)
+        x, y = self._given(x, y)
         way = self._traced(x, y)
         with fewer_digits(self._model), self._drawing(way, x, y):
             return way.losses(x, y)
 
-    def norms(self, one: Pass) -> Tensor:
-        """‖g_j‖ [P] of a pass, in float64; call it without gradient."""
-        if (dense := self.at_once(one.x, one.y)) is not None:
-            return dense.measured(one.x, one.y)[1]
-        return self.gradients(one.x, one.y).norms
+    def norms(self, x: Tensor, y: Tensor) -> Tensor:
+        """‖g_j‖ [P] of records x, y [P, ...], in float64; call it without gradient."""
+        if (dense := self.at_once(x, y)) is not None:
+            return dense.measured(x, y)[1]
+        return self.gradients(x, y).norms
 
     def gradients(self, x: Tensor, y: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""

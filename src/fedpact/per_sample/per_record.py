@@ -20,7 +20,7 @@ from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast, model_name
 from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Made
-from fedpact.per_sample.rules import wide
+from fedpact.per_sample.norms import wide
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, drawing, numbers_at_hand
