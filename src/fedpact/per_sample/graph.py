@@ -45,23 +45,14 @@ _max_pool = cast(Callable[..., tuple[Tensor, Tensor]], _aten.max_pool2d_with_ind
 
 
 @dataclass(frozen=True, eq=False)
-class _Source:
-    """The source of an argument: a parameter, or a function of several.
+class _Use:
+    """An operation with parameters among its arguments.
 
-    names: of the model's parameters. inside: the nodes that compute the argument from them, none
-    for a parameter that is used directly.
+    sources: by the argument's position, a parameter's placeholder or the node of a function of
+    several.
     """
 
-    names: list[str]
-    inside: list[Node]
-    node: Node
-
-
-@dataclass(frozen=True, eq=False)
-class _Use:
-    """An operation with parameters among its arguments. sources: by the argument's position."""
-
-    sources: dict[Place, _Source]
+    sources: dict[Place, Node]
     places: dict[Place, Where]
     out: list[Where]
 
@@ -118,8 +109,9 @@ class Graph:
         self._states = program.states
         if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
             raise Mixed("the losses are not one a record")
+        self._trained = program.trained
         self._weights = self._weighted(program.nodes)
-        self._steps = self._compiled(program.nodes, self._weights)
+        self._steps = self._compiled(program.nodes)
         self.draws = program.draws
         self.cost = self._cost(model)
 
@@ -195,20 +187,16 @@ class Graph:
                         found.setdefault(name, []).insert(0, one)
         return found
 
-    def _by_parameter(self, source: _Source, share: Share) -> list[tuple[str, Share]]:
-        if not source.inside:
-            return [(source.names[0], share)]
-        given = {
-            n.name: self._program.given(n.name) for n in source.inside if n.op == "placeholder"
-        }
-        return self._passed_on(source.node, share, evaluated(source.inside, given))
+    def _by_parameter(self, source: Node, share: Share) -> list[tuple[str, Share]]:
+        nodes = _inside(source)
+        return self._passed_on(source, share, evaluated(nodes, self._program.given_to(nodes)))
 
     def _passed_on(
         self, node: Node, share: Share, values: dict[Node, Any]
     ) -> list[tuple[str, Share]]:
         """The shares of the parameters from which a node is computed, from its own share."""
         if node.op == "placeholder":
-            return [(self._weights[node][0], share)]
+            return [(self._trained[node.name], share)]
         weighted = {i: n for i, n in _flat(node) if n in self._weights}
         found = None
         if not node.kwargs:
@@ -219,11 +207,10 @@ class Graph:
 
     def _pulled(self, target: Node, share: Share) -> list[tuple[str, Share]]:
         """The same by vmap, record by record."""
-        program, nodes = self._program, _inside(target)
+        nodes = _inside(target)
         shape = tuple(cast(int, size) for size in shape_of(target))
-        inside = [n for n in nodes if n.op == "placeholder"]
-        fixed = {n.name: program.given(n.name) for n in inside}
-        named = {self._weights[n][0]: n.name for n in inside if n in self._weights}
+        fixed = self._program.given_to(nodes)
+        named = {self._trained[at]: at for at in fixed if at in self._trained}
         weights = {name: fixed[at].clone() for name, at in named.items()}
 
         def value(weights: dict[str, Tensor]) -> Tensor:
@@ -248,21 +235,17 @@ class Graph:
 
         return [(n, Mapped(share, pull(n), w.numel())) for n, w in weights.items()]
 
-    def _weighted(self, nodes: list[Node]) -> dict[Node, list[str]]:
-        """Nodes that depend on trained parameters and on no record: the parameters' names."""
-        found: dict[Node, list[str]] = {}
+    def _weighted(self, nodes: list[Node]) -> set[Node]:
+        """Nodes that depend on trained parameters and on no record."""
+        found: set[Node] = set()
         for node in nodes:
-            if node.op == "placeholder":
-                kind, target = self._program.inputs[node.name]
-                if kind == "parameter" and target in self._program.names:
-                    found[node] = [self._program.names[target]]
-            elif node.op == "call_function" and self._states[node] is None and not is_size(node):
-                names = [n for one in node.all_input_nodes for n in found.get(one, [])]
-                if names:
-                    found[node] = list(dict.fromkeys(names))
+            inside = self._states[node] is None and not is_size(node)
+            before = any(one in found for one in node.all_input_nodes)
+            if node.name in self._trained or (inside and before):
+                found.add(node)
         return found
 
-    def _compiled(self, nodes: list[Node], weighted: dict[Node, list[str]]) -> list[_Step]:
+    def _compiled(self, nodes: list[Node]) -> list[_Step]:
         steps: list[_Step] = []
         needed = {self._program.result}
         # Backwards: the first reader found is the last one in the order of execution.
@@ -273,33 +256,29 @@ class Graph:
             inputs = node.all_input_nodes
             last = [n for n in inputs if n not in needed]
             needed.update(inputs)
-            use = self._use(node, weighted) if node.op == "call_function" else None
+            use = self._use(node) if node.op == "call_function" else None
             if node not in needed:
                 last.append(node)
             do = _done(node, self._states[node])
-            steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node, weighted)))
+            steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node)))
         return steps
 
-    def _pools(self, node: Node, weighted: dict[Node, list[str]]) -> bool:
+    def _pools(self, node: Node) -> bool:
         before = node.args[0] if kind_of(node) == "max_pool2d" else None
         if not isinstance(before, Node) or kind_of(before) != "conv2d" or len(before.users) > 1:
             return False
         if self._states[before] != Where(0):
             return False
-        return any(n in weighted for n in before.all_input_nodes)
+        return any(n in self._weights for n in before.all_input_nodes)
 
-    def _use(self, node: Node, weighted: dict[Node, list[str]]) -> _Use | None:
+    def _use(self, node: Node) -> _Use | None:
         state = self._states[node]
-        if state is None or not any(n in weighted for n in node.all_input_nodes):
+        if state is None or not any(n in self._weights for n in node.all_input_nodes):
             return None
         positional(node)
         args = _flat(node)
-        sources = {
-            place: _Source(weighted[arg], _inside(arg), arg)
-            for place, arg in args
-            if arg in weighted
-        }
-        drawn = [n for s in sources.values() for n in [node, *s.inside] if draws(n)]
+        sources = {place: arg for place, arg in args if arg in self._weights}
+        drawn = [n for source in sources.values() for n in [node, *_inside(source)] if draws(n)]
         if drawn and node.target not in recurrent.RECURRENT:
             raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
         places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
@@ -406,7 +385,7 @@ def _products(step: _Step) -> float:
     """The approximate number of multiplications of a use of parameters per record."""
     if step.use is None or kind_of(step.node) == "embedding":
         return 0.0
-    weights = [cast(list[int], shape_of(s.node)) for s in step.use.sources.values()]
+    weights = [cast(list[int], shape_of(source)) for source in step.use.sources.values()]
     if step.node.target in recurrent.RECURRENT:
         shape = shape_of(step.node.args[0])
         steps = math.prod(size for size in shape[:-1] if isinstance(size, int))
@@ -423,7 +402,7 @@ def _instance(step: _Step) -> int:
         return _numbers(step.node)
     if name in ("linear", "mm", "matmul") and _numbers(step.node) == _last(step.node):
         return 0
-    return sum(_numbers(s.node) for s in step.use.sources.values())
+    return sum(map(_numbers, step.use.sources.values()))
 
 
 def _numbers(node: Node) -> int:

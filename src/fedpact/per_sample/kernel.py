@@ -47,7 +47,7 @@ from fedpact.per_sample.layers import by_pixel
 from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collected, is_invariant
 from fedpact.per_sample.norms import slices, wide
 from fedpact.per_sample.passes import Measured, Passes, one_each, trainable
-from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
+from fedpact.per_sample.share import unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, PassNumbers, Seed
 
@@ -315,8 +315,7 @@ class PerSampleKernel:
         if batch == 0:
             return torch.zeros_like(vector)
         length = layout.length or self._passes.length(x, y, layout.expected)
-        many = batch > IN_FLOAT32 or layout.passes(batch, length) > PARTIAL_SUMS
-        exact = most is not None or many
+        exact = most is not None or layout.in_float64(batch, length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
         # A replayed graph would draw the same random numbers again.
         if not self._passes.draws(x, y):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.params import sent
+from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS
 
 EXPECTED = 64.0
 """The expected batch size of a caller that names none."""
@@ -55,9 +56,10 @@ class Placement:
         """Return the layout of some of the batch's records, each where it stands."""
         return self if self.places is None else replace(self, places=self.places[rows])
 
-    def passes(self, batch: int, length: int) -> int:
-        """Return how many passes of so many slots hold a batch."""
-        return -(-(batch if self.places is None else self.slots) // length)
+    def in_float64(self, batch: int, length: int) -> bool:
+        """Whether so many records in passes of so many slots are more than float32 may add."""
+        passes = -(-(batch if self.places is None else self.slots) // length)
+        return batch > IN_FLOAT32 or passes > PARTIAL_SUMS
 
 
 COMPACT = Placement()

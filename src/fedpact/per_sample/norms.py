@@ -129,10 +129,9 @@ def keep_bytes(like: Tensor) -> int:
     return KEEP_BYTES if on_cpu(like) else KEEP_BYTES_GPU
 
 
-def chunks(batch: int, size: int, like: Tensor, most: int | None = None) -> list[slice]:
+def chunks(batch: int, size: int, like: Tensor, most: int) -> list[slice]:
     """Slices of a batch to work on at a time: a sample takes `size` bytes, a slice holds `most`."""
-    step = max(1, min(chunk_bytes(like) // max(1, size), most or batch))
-    return slices(batch, step)
+    return slices(batch, max(1, min(chunk_bytes(like) // max(1, size), most)))
 
 
 def slices(batch: int, most: int) -> list[slice]:
