@@ -26,9 +26,9 @@ from torch import Tensor
 from fedpact.per_sample import norms
 from fedpact.per_sample.norms import (
     chosen,
+    concatenated,
     exact,
     flattened,
-    joined,
     rough_squares,
     slices,
     square_sums,
@@ -132,7 +132,7 @@ def _by_rows(share: Share, space: Space) -> Part:
 
 def _rough(rough: list[Tensor], rows: list[Tensor], add: Callable[..., None]) -> Part:
     """A Part of rows of which rough squares are known."""
-    found = joined(rough)
+    found = concatenated(rough)
     if rows and rows[0].dtype == torch.float64:
         return Part(exact(rough, rows), add)
     return Part(found, add, lambda: exact(rough, rows))

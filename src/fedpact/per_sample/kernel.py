@@ -15,7 +15,7 @@ A kernel changes its module's flags while it works, so each thread needs its own
 """
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 
 import torch
@@ -37,8 +37,7 @@ from fedpact.per_sample.clipping import (
     Weights,
     check_clip,
     coefficients,
-    every_slot_finite,
-    usable,
+    mask_slots,
     weights_of,
     within,
 )
@@ -279,8 +278,7 @@ class PerSampleKernel:
                 drawn = (v for v in (one, one + 1) if self._passes.takes(v, y))
                 made_up[j] = next(drawn, self._passes.blank(x, y))
             labels = y.new_zeros(8, *y.shape[1:])
-            with torch.no_grad():
-                good = self._invariant(made_up, labels, length, traced=traced)
+            good = self._invariant(made_up, labels, length, traced=traced)
         except Exception:  # whatever a model may raise at made-up records
             good = False
         return Placement(length=length if good else 1)
@@ -318,21 +316,17 @@ class PerSampleKernel:
         exact = most is not None or layout.in_float64(batch, length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
         # A replayed graph would draw the same random numbers again.
-        if not self._passes.draws(x, y):
+        if self._captures.active and not self._passes.draws(x, y):
             measure = partial(self._captures.measured, self._passes.state(), measure)
         with torch.no_grad():
-            for one in self._passes.over(x, y, layout):
+            for one in self._passes.over(x, y, layout, length):
                 found = measure(one.x, one.y, *points)
                 w = None if weigh is None else weigh(found, one)
                 w = None if w is None else w.clamp_min(0)
                 share = None if shares is None else one.placed(sent(shares, x.device))
-                c, good = coefficients(clip, found.norms, w, share, gamma), one.occupied
-                if every_slot_finite(found.losses, found.norms, w):
-                    c = c if good is None else torch.where(good, c, 0)
-                    found.add(c.to(total.dtype), None, total)
-                else:
-                    good = usable(found.losses, found.norms, w, good)
-                    found.add(torch.where(good, c, 0).to(total.dtype), good, total)
+                c = coefficients(clip, found.norms, w, share, gamma)
+                c, good = mask_slots(c, found.losses, found.norms, w, one.occupied)
+                found.add(c.to(total.dtype), good, total)
                 # Free it before the next pass is measured.
                 del found
         if (unit := unit_of(clip)) != 1:
@@ -432,11 +426,10 @@ class PlainKernel:
         """The losses [B]. place: the slice's among the batch's, by which it draws its numbers."""
         given = pixelwise(x) if self._images and x.dim() == 4 else x
         with fewer_digits(self.model), autocast(self.model):
-            if not self._draws:
-                return one_each(wide(self.loss(self.model.module(given), y)), len(x))
-            with KeyedDraws(PassNumbers.of(self._seed, place)) as mode:
+            numbers = PassNumbers.of(self._seed, place) if self._draws else None
+            with KeyedDraws(numbers) if numbers else nullcontext() as mode:
                 losses = wide(self.loss(self.model.module(given), y))
-            self._draws = mode.used
+            self._draws = mode is not None and mode.used
             return one_each(losses, len(x))
 
 

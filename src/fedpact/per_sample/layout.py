@@ -141,8 +141,8 @@ def _scattered(values: Tensor, places: Tensor, slots: int, blank: Tensor | None 
 
 
 def _empty(like: Tensor, slots: int, blank: Tensor | None) -> Tensor:
-    found = like.new_zeros(slots, *like.shape[1:])
-    return found if blank is None else found.copy_(blank)
+    shape = slots, *like.shape[1:]
+    return like.new_zeros(shape) if blank is None else blank.expand(shape).clone()
 
 
 def overhead(operations: float, flops: float, weights: int, numbers: float = 0.0) -> float:

@@ -71,7 +71,7 @@ def rough_squares(rows: Tensor) -> Tensor:
 def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     """What square_sums finds of pieces of rows, one after another, from their rough squares."""
     # All pieces are looked at in one comparison: the ordinary batch has no row that is so short.
-    found = joined(rough).double()
+    found = concatenated(rough).double()
     if pieces and pieces[0].dtype == torch.float64:
         return found.clamp_min(LEAST)
     if not on_cpu(found) or not (found < SMALL).any():
@@ -85,7 +85,7 @@ def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     return found
 
 
-def joined(tensors: list[Tensor]) -> Tensor:
+def concatenated(tensors: list[Tensor]) -> Tensor:
     """torch.cat without the copy that it makes of a single tensor."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 

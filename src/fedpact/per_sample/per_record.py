@@ -65,8 +65,14 @@ class Alone:
     def _name(self) -> str:
         return model_name(self._model.module)
 
-    def run(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, list[Share]]]:
-        """Losses [B] of at most `step` records, and shares by the parameters' names."""
+    def run(
+        self, x: Tensor, y: Tensor, *, held: bool = False
+    ) -> tuple[Tensor, dict[str, list[Share]]]:
+        """Losses [B] of at most `step` records, and shares by the parameters' names.
+
+        held: the shares stay valid after a change of the weights, which these always do.
+        """
+        del held
         losses, rows = self._rows(x, y)
         return wide(losses), {name: [Made(found)] for name, found in rows.items()}
 
@@ -85,7 +91,8 @@ class Alone:
             self._announce(logging.WARNING, _LOOPED.format(told))
             return False
         x, y = (v.new_zeros((self.step, *v.shape[1:])) for v in (x, y))
-        with drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True)):
+        draws = self._one.draws
+        with drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None):
             why = _error(self._vmapped, x, y)
         # An error at zeros that the loop raises too comes from the model, not from vmap. vmap never
         # takes a data-dependent size, as of x[x > 0], nor draws that belong to no known record.
