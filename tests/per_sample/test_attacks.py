@@ -17,9 +17,8 @@ from fedpact.common.errors import ModelError
 from fedpact.common.losses import cross_entropy, squared_error
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import SeededDraws
-from fedpact.per_sample import dense as dense_sums
 from fedpact.per_sample import gradients
-from fedpact.per_sample import kernel as kernels
+from fedpact.per_sample import layout as layouts
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.privacy.accounting.accountant import Budget
@@ -194,10 +193,8 @@ def test_sums_of_many_records_are_float64(exact, monkeypatch):
     y = torch.full((len(x), 1), -1.0)
     most = allowed(len(x), 1.0)
     if not exact:
-        monkeypatch.setattr(kernels, "IN_FLOAT32", 10**9)
-        monkeypatch.setattr(kernels, "PARTIAL_SUMS", 10**9)
-        monkeypatch.setattr(dense_sums, "IN_FLOAT32", 10**9)
-        monkeypatch.setattr(dense_sums, "PARTIAL_SUMS", 10**9)
+        monkeypatch.setattr(layouts, "IN_FLOAT32", 10**9)
+        monkeypatch.setattr(layouts, "PARTIAL_SUMS", 10**9)
     kernel, one_slot = given(), Placement(length=1)
     found = moved(
         lambda x, y: kernel.clipped_sum(x, y, 1.0, layout=one_slot), x, y, x[:1], y[:1], 0

@@ -41,6 +41,11 @@ class Captures:
         self._name, self._record = name, recorder_for(device)
         self._known: dict[object, _Captured] = {}
 
+    @property
+    def active(self) -> bool:
+        """Whether passes are, or have been, captured."""
+        return self._record is not None or len(self._known) > 0
+
     def measured(
         self, state: object, measure: Callable[..., Measured], *inputs: Tensor
     ) -> Measured:

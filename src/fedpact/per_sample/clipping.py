@@ -5,12 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedpact.common.check import finite, non_negative, positive
 from fedpact.common.errors import InputError, ModelError
-from fedpact.common.params import on_cpu
+from fedpact.common.params import from_numpy, on_cpu
 from fedpact.per_sample.norms import LARGEST
 from fedpact.per_sample.share import IN_FLOAT32, TOGETHER, unit_of
 
@@ -73,26 +74,28 @@ def coefficients(
         w = longer if w is None else w * longer
     # A norm of 0 gives infinity, which the least of it and the weight is not.
     c = clip / norms
-    c = (c.clamp_max(1) if w is None else torch.minimum(w.double(), c)) / unit_of(clip)
+    c = c.clamp_max(1) if w is None else torch.minimum(w.double(), c)
+    if (unit := unit_of(clip)) != 1:
+        c = c / unit
     # A weight in units of a small clip may be no number of float32.
     c = c.clamp_max(LARGEST)
     return c if shares is None else c * shares
 
 
-def usable(losses: Tensor, norms: Tensor, w: Tensor | None, occupied: Tensor | None) -> Tensor:
-    """Which slots [P] hold a record that is finite in loss, norm and weight."""
-    good = losses.isfinite() & norms.isfinite()
-    if w is not None:
-        good &= w.isfinite()
-    return good if occupied is None else good & occupied
+def mask_slots(
+    c: Tensor, losses: Tensor, norms: Tensor, w: Tensor | None, occupied: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return c [P] with 0 for slots that do not count, and which do; None: all slots are finite.
 
-
-def every_slot_finite(losses: Tensor, norms: Tensor, w: Tensor | None) -> bool:
-    """Whether all slots are, which a GPU is not asked: the host would have to wait."""
-    if not on_cpu(norms):
-        return False
-    # A sum is finite only if its terms are.
-    return math.isfinite(sum(float(v.sum()) for v in (losses, norms, w) if v is not None))
+    A slot counts if it holds a record that is finite in loss, norm and weight.
+    """
+    known = [v for v in (losses, norms, w) if v is not None]
+    # In numpy, which starts an operation in less time; a GPU is not asked, as the host would wait.
+    if on_cpu(norms) and all(np.isfinite(v.numpy()).all() for v in known):
+        return (c if occupied is None else from_numpy(c.numpy() * occupied.numpy())), None
+    good = torch.stack([v.isfinite() for v in known]).all(0)
+    good = good if occupied is None else good & occupied
+    return torch.where(good, c, 0), good
 
 
 Weights = Callable[[Tensor], Tensor]

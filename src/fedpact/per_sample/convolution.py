@@ -30,7 +30,7 @@ from torch import Tensor
 from fedpact.common.params import on_cpu
 from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Outer, is_few
-from fedpact.per_sample.share import Part, Share
+from fedpact.per_sample.share import TOGETHER, Part, Share
 
 PatchOrder = Literal["pixel", "channel", "torch"]
 
@@ -160,7 +160,6 @@ class Convolved(Share):
         layout: PatchOrder | None = None,
     ) -> None:
         self._geometry, self._weight = geometry, weight.detach()
-        super().__init__(len(x), weight.numel(), g)
         self.x, self.g = x, g
         self._positions = math.prod(g.shape[2:])
         self._layout: PatchOrder = layout or layout_of(
@@ -169,7 +168,8 @@ class Convolved(Share):
         # All patches of the records of one chunk should fit into the cache.
         patches = self._positions * weight[0].numel() * geometry.groups
         one = max(1, norms.chunk_bytes(g) // max(1, patches * g.element_size()))
-        self.most = _GROUPS if self._layout == "torch" else one
+        most = _GROUPS if self._layout == "torch" else one
+        super().__init__(len(x), weight.numel(), g, most)
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
@@ -241,7 +241,7 @@ class Pooled2d(Convolved):
         batch, out = values.shape[:2]
         self._values = values.reshape(batch, out, 1, -1)
         self._index = index.int().reshape(batch, out, 1, -1)
-        self.most = None
+        self.most = TOGETHER  # no patches are made
 
     def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:  # noqa: ARG002
         """See Share."""

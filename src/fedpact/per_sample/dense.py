@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedpact.common.losses import Loss, cross_entropy
 from fedpact.common.params import FlatModel, from_numpy, on_cpu
 from fedpact.per_sample.clipping import Weights, coefficients, weights_of
-from fedpact.per_sample.layers import ScaledBias, flattens, sequence_of
+from fedpact.per_sample.layers import ScaledBias, sequence_of
 from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for, overhead
 from fedpact.per_sample.norms import (
     BLOCK,
@@ -34,7 +34,7 @@ from fedpact.per_sample.norms import (
     square_sums,
 )
 from fedpact.per_sample.products import LARGE, linear
-from fedpact.per_sample.share import FAR, IN_FLOAT32, PARTIAL_SUMS, TOGETHER, balanced, unit_of
+from fedpact.per_sample.share import FAR, TOGETHER, balanced, unit_of
 
 MOST: Final = 2**20
 """Of slots times the layers' outputs in one pass, which holds a few numbers for each."""
@@ -111,7 +111,8 @@ class Dense:
         chain = sequence_of(model.module)
         if chain is None or loss is not cross_entropy or not on_cpu(model.vector):
             return None
-        flat = bool(chain) and flattens(chain[0])
+        first = chain[0] if chain else None
+        flat = type(first) is nn.Flatten and (first.start_dim, first.end_dim) == (1, -1)
         layers = chain[1:] if flat else chain
         kinds = [type(m) for m in layers]
         linear_kinds = {nn.Linear, ScaledBias}
@@ -138,12 +139,12 @@ class Dense:
         """Return P; see layout.length_for."""
         return length_for(expected, MOST // self._width, self._overhead, **how)
 
-    def losses(self, one: Pass) -> Tensor:
-        """Return the losses [P] of a pass, without gradient."""
-        found = _Found(one.x.flatten(1))
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the losses [P] of records x, y [P, ...], without gradient."""
+        found = _Found(x.flatten(1))
         with np.errstate(all="ignore"):
             self._forward(found)
-            return from_numpy(self._losses(found, one.y.numpy())[0])
+            return from_numpy(self._losses(found, y.numpy())[0])
 
     def sum(
         self,
@@ -162,8 +163,7 @@ class Dense:
         exact: in float64, however few they are.
         """
         length = layout.length or self.length(layout.expected)
-        batch = y.shape[0]
-        exact = exact or batch > IN_FLOAT32 or layout.passes(batch, length) > PARTIAL_SUMS
+        exact = exact or layout.in_float64(y.shape[0], length)
         total = torch.zeros_like(self._model.vector, dtype=torch.float64 if exact else self._dtype)
         # A bad record may overflow or divide by 0: it is found by its loss and norm afterwards.
         with np.errstate(all="ignore"):

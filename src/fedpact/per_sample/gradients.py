@@ -24,16 +24,17 @@ import torch
 from torch import Tensor
 
 from fedpact.per_sample import norms
-from fedpact.per_sample.norms import chosen, exact, flattened, rough_squares, slices, square_sums
-from fedpact.per_sample.share import (
-    TOGETHER,
-    Negative,
-    Part,
-    Share,
-    Space,
-    balanced,
-    same,
+from fedpact.per_sample.norms import (
+    chosen,
+    concatenated,
+    exact,
+    flattened,
+    rough_squares,
+    slices,
+    square_sums,
+    wide,
 )
+from fedpact.per_sample.share import TOGETHER, Mapped, Part, Share, Space, balanced, same
 
 FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
@@ -87,12 +88,12 @@ def difference(shares: list[Share], others: list[Share]) -> list[Share]:
     product then becomes two terms as small as the difference itself.
     """
     if len(shares) != len(others):
-        return shares + [Negative(other) for other in others]
+        return shares + [Mapped(other, torch.neg, other.size) for other in others]
     return [one for a, b in zip(shares, others, strict=True) for one in a.minus(b)]
 
 
 def _by_rows(share: Share, space: Space) -> Part:
-    pieces = norms.chunks(share.batch, share.nbytes, share.like, _most(share))
+    pieces = norms.chunks(share.batch, share.nbytes, share.like, share.most)
     kept = share.batch * share.nbytes <= norms.keep_bytes(share.like)
     longest = max((p.stop - p.start for p in pieces), default=0)
     memory = space.take(share.batch if kept else longest, share.size, share.like)
@@ -131,7 +132,7 @@ def _by_rows(share: Share, space: Space) -> Part:
 
 def _rough(rough: list[Tensor], rows: list[Tensor], add: Callable[..., None]) -> Part:
     """A Part of rows of which rough squares are known."""
-    found = rough[0] if len(rough) == 1 else torch.cat(rough)
+    found = concatenated(rough)
     if rows and rows[0].dtype == torch.float64:
         return Part(exact(rough, rows), add)
     return Part(found, add, lambda: exact(rough, rows))
@@ -144,18 +145,12 @@ def _into(share: Share, total: Tensor, view: Tensor) -> None:
     total.zero_()
 
 
-def _most(share: Share) -> int:
-    return min(share.most or TOGETHER, TOGETHER)
-
-
 class Made(Share):
     """Gradients that are already computed, rows [B, size]."""
 
     def __init__(self, rows: Tensor) -> None:
-        # Squares of 16 bits would be no squares.
-        self._rows = flattened(rows if rows.element_size() >= 4 else rows.float())
+        self._rows = flattened(wide(rows))
         super().__init__(len(self._rows), self._rows.shape[1], self._rows)
-        self.most = TOGETHER
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
@@ -363,9 +358,9 @@ class SumOfShares(Share):
     """Several shares of one parameter."""
 
     def __init__(self, shares: list[Share]) -> None:
-        super().__init__(shares[0].batch, shares[0].size, shares[0].like)
+        most = min(share.most for share in shares)
+        super().__init__(shares[0].batch, shares[0].size, shares[0].like, most)
         self.shares = shares
-        self.most = min((s.most for s in shares if s.most), default=None)
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
@@ -382,22 +377,6 @@ class SumOfShares(Share):
             if isinstance(one, Outer) and isinstance(other, Lookup):
                 return one.beside(other)
         return None
-
-
-class Through(Share):
-    """Gradients of a parameter that is used through a function of it, such as its transpose.
-
-    share: of the function's value. pull: its gradients -> the parameter's, rows [n, ...], linear.
-    """
-
-    def __init__(self, share: Share, pull: Callable[[Tensor], Tensor], size: int) -> None:
-        super().__init__(share.batch, size, share.like)
-        self._share, self._pull = share, pull
-        self.most = _most(share)
-
-    def rows(self, chunk: slice) -> Tensor:
-        """See Share."""
-        return self._pull(self._share.rows(chunk))
 
 
 def _joined(shares: list[Share]) -> Share:

@@ -19,10 +19,11 @@ from torch.fx import Node
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast
 from fedpact.per_sample import norms, recurrent
-from fedpact.per_sample.gradients import Made, Outer, Through
+from fedpact.per_sample.gradients import Made, Outer
 from fedpact.per_sample.layout import overhead
-from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of, wide
-from fedpact.per_sample.share import Share
+from fedpact.per_sample.norms import wide
+from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
+from fedpact.per_sample.share import Mapped, Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.keyed_draws import drawn
@@ -44,23 +45,14 @@ _max_pool = cast(Callable[..., tuple[Tensor, Tensor]], _aten.max_pool2d_with_ind
 
 
 @dataclass(frozen=True, eq=False)
-class _Source:
-    """The source of an argument: a parameter, or a function of several.
+class _Use:
+    """An operation with parameters among its arguments.
 
-    names: of the model's parameters. inside: the nodes that compute the argument from them, none
-    for a parameter that is used directly.
+    sources: by the argument's position, a parameter's placeholder or the node of a function of
+    several.
     """
 
-    names: list[str]
-    inside: list[Node]
-    node: Node
-
-
-@dataclass(frozen=True, eq=False)
-class _Use:
-    """An operation with parameters among its arguments. sources: by the argument's position."""
-
-    sources: dict[Place, _Source]
+    sources: dict[Place, Node]
     places: dict[Place, Where]
     out: list[Where]
 
@@ -80,39 +72,28 @@ class _Step:
     pools: bool
 
 
-_Recorded = tuple[int, Tensor, Tensor | None]
-"""What a recurrence records of a parameter; see recurrent.Record."""
-
-_Tapped = tuple[_Use, Call, list[_Recorded]]
-
-
-def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple[Any, _Tapped]:
+def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple[Any, Call]:
     """Run a step whose results' gradients are requested."""
-    recorded: list[_Recorded] = []
-    if step.node.target in recurrent.RECURRENT:
+    recurs = step.node.target in recurrent.RECURRENT
+    if recurs:
         # It records its gradients in the backward pass, so its input must require grad.
         x = cast(Tensor, args[0])
         args = (x if x.requires_grad else x.detach().requires_grad_(), *args[1:])
+    op, wanted = cast(Any, step.node.target), [*use.sources]
+    call = Call(op, list(args), dict(kwargs), use.places, use.out, wanted, batch)
+    recorded = call.recorded
 
-        def told(place: int, g: Tensor, u: Tensor | None) -> None:
-            recorded.append((place, g, u))
+    def told(place: int, g: Tensor, u: Tensor | None) -> None:
+        recorded.append((place, g, u))
 
-        run = recurrent.run
-        if draws(step.node):
-            run = drawn(run, use.out[1])
-        found: Any = run(step.node.target, args, told, **kwargs)
-    else:
-        found = step.do(*args, **kwargs)
+    found: Any = step.do(*args, **kwargs, record=told) if recurs else step.do(*args, **kwargs)
     several: list[Tensor] = results_of(found)
     # Parameters are constants here, so nothing before the first tap requires a gradient.
     for one in several:
         if (one.is_floating_point() or one.is_complex()) and not one.requires_grad:
             one.requires_grad_()
-    op, wanted = cast(Any, step.node.target), [*use.sources]
-    call = Call(op, list(args), dict(kwargs), use.places, use.out, wanted, batch)
     call.grads = list(several)
-    tapped = use, call, recorded
-    return tuple(several) if isinstance(found, (tuple, list)) else several[0], tapped
+    return tuple(several) if isinstance(found, (tuple, list)) else several[0], call
 
 
 class Graph:
@@ -128,8 +109,9 @@ class Graph:
         self._states = program.states
         if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
             raise Mixed("the losses are not one a record")
+        self._trained = program.trained
         self._weights = self._weighted(program.nodes)
-        self._steps = self._compiled(program.nodes, self._weights)
+        self._steps = self._compiled(program.nodes)
         self.draws = program.draws
         self.cost = self._cost(model)
 
@@ -160,15 +142,15 @@ class Graph:
 
         held: the shares stay valid after a change of the weights.
         """
-        calls: dict[Node, _Tapped] = {}
+        calls: dict[Node, Call] = {}
         with torch.enable_grad(), autocast(self._model):
             losses = wide(self._forward(x, y, calls, held))
         _backward(losses, list(calls.values()))
-        return losses.detach(), self._shares(list(calls.values()))
+        uses = [(use, calls[s.node]) for s in self._steps if (use := s.use) and s.node in calls]
+        del calls
+        return losses.detach(), self._shares(uses)
 
-    def _forward(
-        self, x: Tensor, y: Tensor, calls: dict[Node, _Tapped] | None, held: bool
-    ) -> Tensor:
+    def _forward(self, x: Tensor, y: Tensor, calls: dict[Node, Call] | None, held: bool) -> Tensor:
         values = self._program.values(x, y)
         # Shares may contain views of the weights, which the next point overwrites.
         if held:
@@ -185,7 +167,7 @@ class Graph:
                 elif calls is not None and step.pools:
                     # Its gradient and the indices of its maxima give all nonzero entries of the
                     # convolution's gradient.
-                    call = calls[cast(Node, node.args[0])][1]
+                    call = calls[cast(Node, node.args[0])]
                     call.pooled = env[node], _ = _max_pool(*args, **kwargs)
                 else:
                     env[node] = step.do(*args, **kwargs)
@@ -193,31 +175,28 @@ class Graph:
                 del env[one]
         return cast(Tensor, env[self._program.result])
 
-    def _shares(self, calls: list[_Tapped]) -> Shares:
+    def _shares(self, calls: list[tuple[_Use, Call]]) -> Shares:
         found: Shares = {}
+        # A call is freed before the next one's shares are made.
         while calls:
-            use, call, recorded = calls.pop()
-            for place, share in _shares_of(call, recorded):
+            use, call = calls.pop()
+            for place, share in _shares_of(call).items():
                 if place in use.sources:
                     # In the order of the uses, in which differences pair them.
                     for name, one in self._by_parameter(use.sources[place], share):
                         found.setdefault(name, []).insert(0, one)
         return found
 
-    def _by_parameter(self, source: _Source, share: Share) -> list[tuple[str, Share]]:
-        if not source.inside:
-            return [(source.names[0], share)]
-        given = {
-            n.name: self._program.given(n.name) for n in source.inside if n.op == "placeholder"
-        }
-        return self._passed_on(source.node, share, evaluated(source.inside, given))
+    def _by_parameter(self, source: Node, share: Share) -> list[tuple[str, Share]]:
+        nodes = _inside(source)
+        return self._passed_on(source, share, evaluated(nodes, self._program.given_to(nodes)))
 
     def _passed_on(
         self, node: Node, share: Share, values: dict[Node, Any]
     ) -> list[tuple[str, Share]]:
         """The shares of the parameters from which a node is computed, from its own share."""
         if node.op == "placeholder":
-            return [(self._weights[node][0], share)]
+            return [(self._trained[node.name], share)]
         weighted = {i: n for i, n in _flat(node) if n in self._weights}
         found = None
         if not node.kwargs:
@@ -228,11 +207,10 @@ class Graph:
 
     def _pulled(self, target: Node, share: Share) -> list[tuple[str, Share]]:
         """The same by vmap, record by record."""
-        program, nodes = self._program, _inside(target)
+        nodes = _inside(target)
         shape = tuple(cast(int, size) for size in shape_of(target))
-        inside = [n for n in nodes if n.op == "placeholder"]
-        fixed = {n.name: program.given(n.name) for n in inside}
-        named = {self._weights[n][0]: n.name for n in inside if n in self._weights}
+        fixed = self._program.given_to(nodes)
+        named = {self._trained[at]: at for at in fixed if at in self._trained}
         weights = {name: fixed[at].clone() for name, at in named.items()}
 
         def value(weights: dict[str, Tensor]) -> Tensor:
@@ -255,23 +233,19 @@ class Graph:
         def pull(name: str) -> Callable[[Tensor], Tensor]:
             return lambda given: rows(given)[name]
 
-        return [(n, Through(share, pull(n), w.numel())) for n, w in weights.items()]
+        return [(n, Mapped(share, pull(n), w.numel())) for n, w in weights.items()]
 
-    def _weighted(self, nodes: list[Node]) -> dict[Node, list[str]]:
-        """Nodes that depend on trained parameters and on no record: the parameters' names."""
-        found: dict[Node, list[str]] = {}
+    def _weighted(self, nodes: list[Node]) -> set[Node]:
+        """Nodes that depend on trained parameters and on no record."""
+        found: set[Node] = set()
         for node in nodes:
-            if node.op == "placeholder":
-                kind, target = self._program.inputs[node.name]
-                if kind == "parameter" and target in self._program.names:
-                    found[node] = [self._program.names[target]]
-            elif node.op == "call_function" and self._states[node] is None and not is_size(node):
-                names = [n for one in node.all_input_nodes for n in found.get(one, [])]
-                if names:
-                    found[node] = list(dict.fromkeys(names))
+            inside = self._states[node] is None and not is_size(node)
+            before = any(one in found for one in node.all_input_nodes)
+            if node.name in self._trained or (inside and before):
+                found.add(node)
         return found
 
-    def _compiled(self, nodes: list[Node], weighted: dict[Node, list[str]]) -> list[_Step]:
+    def _compiled(self, nodes: list[Node]) -> list[_Step]:
         steps: list[_Step] = []
         needed = {self._program.result}
         # Backwards: the first reader found is the last one in the order of execution.
@@ -282,33 +256,29 @@ class Graph:
             inputs = node.all_input_nodes
             last = [n for n in inputs if n not in needed]
             needed.update(inputs)
-            use = self._use(node, weighted) if node.op == "call_function" else None
+            use = self._use(node) if node.op == "call_function" else None
             if node not in needed:
                 last.append(node)
             do = _done(node, self._states[node])
-            steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node, weighted)))
+            steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node)))
         return steps
 
-    def _pools(self, node: Node, weighted: dict[Node, list[str]]) -> bool:
+    def _pools(self, node: Node) -> bool:
         before = node.args[0] if kind_of(node) == "max_pool2d" else None
         if not isinstance(before, Node) or kind_of(before) != "conv2d" or len(before.users) > 1:
             return False
         if self._states[before] != Where(0):
             return False
-        return any(n in weighted for n in before.all_input_nodes)
+        return any(n in self._weights for n in before.all_input_nodes)
 
-    def _use(self, node: Node, weighted: dict[Node, list[str]]) -> _Use | None:
+    def _use(self, node: Node) -> _Use | None:
         state = self._states[node]
-        if state is None or not any(n in weighted for n in node.all_input_nodes):
+        if state is None or not any(n in self._weights for n in node.all_input_nodes):
             return None
         positional(node)
         args = _flat(node)
-        sources = {
-            place: _Source(weighted[arg], _inside(arg), arg)
-            for place, arg in args
-            if arg in weighted
-        }
-        drawn = [n for s in sources.values() for n in [node, *s.inside] if draws(n)]
+        sources = {place: arg for place, arg in args if arg in self._weights}
+        drawn = [n for source in sources.values() for n in [node, *_inside(source)] if draws(n)]
         if drawn and node.target not in recurrent.RECURRENT:
             raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
         places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
@@ -326,41 +296,41 @@ def _done(node: Node, state: State) -> Callable[..., Any]:
     def ignored(*_: object) -> None:
         """Record nothing."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return recurrent.run(node.target, args, ignored, **kwargs)
+    def run(*args: Any, record: recurrent.Record = ignored, **kwargs: Any) -> Any:
+        return recurrent.run(node.target, args, record, **kwargs)
 
     # Its dropout works on steps in front of records, which is where its states have them.
     return drawn(run, cast(tuple[Where, ...], state)[1]) if draws(node) else run
 
 
-def _shares_of(call: Call, recorded: "list[_Recorded]") -> "list[tuple[Place, Share]]":
+def _shares_of(call: Call) -> dict[Place, Share]:
     if call.op in recurrent.RECURRENT:
 
         def apart(steps: Tensor) -> Tensor:
             return call.positions(call.apart(steps, call.out[1]._replace(dim=0)))
 
-        return [
-            ((2, i), Made(apart(g).sum(1)) if u is None else Outer(apart(g), apart(u)))
-            for i, g, u in recorded
-        ]
+        return {
+            (2, i): Made(apart(g).sum(1)) if u is None else Outer(apart(g), apart(u))
+            for i, g, u in call.recorded
+        }
     if all(g is None for g in call.grads):
-        return []
-    return list(shares_of(call).items())
+        return {}
+    return shares_of(call)
 
 
-def _backward(losses: Tensor, calls: list[_Tapped]) -> None:
+def _backward(losses: Tensor, calls: list[Call]) -> None:
     """Replace the tapped tensors by their gradients."""
     if not losses.requires_grad:
-        for _, call, _ in calls:
+        for call in calls:
             call.grads = [None for _ in call.grads]
         return
-    taps = [(c, i, t) for _, c, _ in calls for i, t in enumerate(c.grads) if t is not None]
+    taps = [(c, i, t) for c in calls for i, t in enumerate(c.grads) if t is not None]
     taps = [(c, i, t) for c, i, t in taps if t.requires_grad]
-    pooled = [(c, *c.pooled) for _, c, _ in calls if c.pooled is not None]
-    for _, call, _ in calls:
+    pooled = [(c, *c.pooled) for c in calls if c.pooled is not None]
+    for call in calls:
         call.grads, call.pooled = [None for _ in call.grads], None
     # A recurrence records its gradients in its backward pass, so those of its inputs are requested.
-    starts = [c.args[0] for _, c, _ in calls if c.op in recurrent.RECURRENT]
+    starts = [c.args[0] for c in calls if c.op in recurrent.RECURRENT]
     wanted = [*(t for _, _, t in taps), *(y for _, y, _ in pooled), *starts]
     found = cast(
         tuple[Tensor | None, ...],
@@ -415,7 +385,7 @@ def _products(step: _Step) -> float:
     """The approximate number of multiplications of a use of parameters per record."""
     if step.use is None or kind_of(step.node) == "embedding":
         return 0.0
-    weights = [cast(list[int], shape_of(s.node)) for s in step.use.sources.values()]
+    weights = [cast(list[int], shape_of(source)) for source in step.use.sources.values()]
     if step.node.target in recurrent.RECURRENT:
         shape = shape_of(step.node.args[0])
         steps = math.prod(size for size in shape[:-1] if isinstance(size, int))
@@ -432,7 +402,7 @@ def _instance(step: _Step) -> int:
         return _numbers(step.node)
     if name in ("linear", "mm", "matmul") and _numbers(step.node) == _last(step.node):
         return 0
-    return sum(_numbers(s.node) for s in step.use.sources.values())
+    return sum(map(_numbers, step.use.sources.values()))
 
 
 def _numbers(node: Node) -> int:

@@ -15,7 +15,7 @@ A kernel changes its module's flags while it works, so each thread needs its own
 """
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 
 import torch
@@ -37,18 +37,16 @@ from fedpact.per_sample.clipping import (
     Weights,
     check_clip,
     coefficients,
-    every_slot_finite,
-    usable,
+    mask_slots,
     weights_of,
     within,
 )
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.layers import by_pixel
 from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collected, is_invariant
-from fedpact.per_sample.norms import slices
+from fedpact.per_sample.norms import slices, wide
 from fedpact.per_sample.passes import Measured, Passes, one_each, trainable
-from fedpact.per_sample.rules import wide
-from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS, unit_of
+from fedpact.per_sample.share import unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, PassNumbers, Seed
 
@@ -88,21 +86,26 @@ class PerSampleKernel:
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
         measure = self._passes.losses
-        return self._each(lambda one: one_each(measure(one), len(one.y)), x, y, layout)
+        return self._each(lambda x, y: one_each(measure(x, y), len(y)), x, y, layout)
 
     def norms(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The lengths ‖g_j‖ [B] of the per-sample gradients at the model's weights, in float64."""
         return self._each(self._passes.norms, x, y, layout)
 
     def _each(
-        self, of: Callable[[Pass], Tensor], x: Tensor, y: Tensor, layout: Placement | None
+        self,
+        of: Callable[[Tensor, Tensor], Tensor],
+        x: Tensor,
+        y: Tensor,
+        layout: Placement | None,
     ) -> Tensor:
         if len(x) == 0:
             return self.model.vector.new_zeros(0)
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
             layout = layout or self._checked_layout(x, y)
-            return collected([*map(of, self._passes.over(x, y, layout))], len(x), layout)
+            parts = [of(one.x, one.y) for one in self._passes.over(x, y, layout)]
+            return collected(parts, len(x), layout)
 
     def clipped_sum(
         self,
@@ -275,8 +278,7 @@ class PerSampleKernel:
                 drawn = (v for v in (one, one + 1) if self._passes.takes(v, y))
                 made_up[j] = next(drawn, self._passes.blank(x, y))
             labels = y.new_zeros(8, *y.shape[1:])
-            with torch.no_grad():
-                good = self._invariant(made_up, labels, length, traced=traced)
+            good = self._invariant(made_up, labels, length, traced=traced)
         except Exception:  # whatever a model may raise at made-up records
             good = False
         return Placement(length=length if good else 1)
@@ -311,25 +313,20 @@ class PerSampleKernel:
         if batch == 0:
             return torch.zeros_like(vector)
         length = layout.length or self._passes.length(x, y, layout.expected)
-        many = batch > IN_FLOAT32 or layout.passes(batch, length) > PARTIAL_SUMS
-        exact = most is not None or many
+        exact = most is not None or layout.in_float64(batch, length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
         # A replayed graph would draw the same random numbers again.
-        if not self._passes.draws(x, y):
+        if self._captures.active and not self._passes.draws(x, y):
             measure = partial(self._captures.measured, self._passes.state(), measure)
         with torch.no_grad():
-            for one in self._passes.over(x, y, layout):
+            for one in self._passes.over(x, y, layout, length):
                 found = measure(one.x, one.y, *points)
                 w = None if weigh is None else weigh(found, one)
                 w = None if w is None else w.clamp_min(0)
                 share = None if shares is None else one.placed(sent(shares, x.device))
-                c, good = coefficients(clip, found.norms, w, share, gamma), one.occupied
-                if every_slot_finite(found.losses, found.norms, w):
-                    c = c if good is None else torch.where(good, c, 0)
-                    found.add(c.to(total.dtype), None, total)
-                else:
-                    good = usable(found.losses, found.norms, w, good)
-                    found.add(torch.where(good, c, 0).to(total.dtype), good, total)
+                c = coefficients(clip, found.norms, w, share, gamma)
+                c, good = mask_slots(c, found.losses, found.norms, w, one.occupied)
+                found.add(c.to(total.dtype), good, total)
                 # Free it before the next pass is measured.
                 del found
         if (unit := unit_of(clip)) != 1:
@@ -429,11 +426,10 @@ class PlainKernel:
         """The losses [B]. place: the slice's among the batch's, by which it draws its numbers."""
         given = pixelwise(x) if self._images and x.dim() == 4 else x
         with fewer_digits(self.model), autocast(self.model):
-            if not self._draws:
-                return one_each(wide(self.loss(self.model.module(given), y)), len(x))
-            with KeyedDraws(PassNumbers.of(self._seed, place)) as mode:
+            numbers = PassNumbers.of(self._seed, place) if self._draws else None
+            with KeyedDraws(numbers) if numbers else nullcontext() as mode:
                 losses = wide(self.loss(self.model.module(given), y))
-            self._draws = mode.used
+            self._draws = mode is not None and mode.used
             return one_each(losses, len(x))
 
 

@@ -51,11 +51,6 @@ def is_torchs(module: nn.Module) -> bool:
     )
 
 
-def flattens(module: nn.Module) -> bool:
-    """Whether a module is a Flatten of records [B, ...] to [B, m]."""
-    return type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
-
-
 def by_pixel(module: nn.Module) -> bool:
     """Whether images should be stored by pixel for a module: a sequence of torch's layers.
 

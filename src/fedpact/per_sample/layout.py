@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.params import sent
+from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS
 
 EXPECTED = 64.0
 """The expected batch size of a caller that names none."""
@@ -55,9 +56,10 @@ class Placement:
         """Return the layout of some of the batch's records, each where it stands."""
         return self if self.places is None else replace(self, places=self.places[rows])
 
-    def passes(self, batch: int, length: int) -> int:
-        """Return how many passes of so many slots hold a batch."""
-        return -(-(batch if self.places is None else self.slots) // length)
+    def in_float64(self, batch: int, length: int) -> bool:
+        """Whether so many records in passes of so many slots are more than float32 may add."""
+        passes = -(-(batch if self.places is None else self.slots) // length)
+        return batch > IN_FLOAT32 or passes > PARTIAL_SUMS
 
 
 COMPACT = Placement()
@@ -68,15 +70,13 @@ COMPACT = Placement()
 class Pass:
     """One pass: records x, y [P, ...], and which slots hold one: occupied [P], None for all.
 
-    rows: its slots among the batch's. count: of a compact pass the records it holds, which come
-    first; the length elsewhere.
+    rows: its slots among the batch's; of a compact pass those that hold records, which come first.
     """
 
     x: Tensor
     y: Tensor
     occupied: Tensor | None
     rows: slice
-    count: int
     places: Tensor | None
     slots: int
 
@@ -102,7 +102,7 @@ def laid_out(
         for i in range(0, slots, length):
             rows = slice(i, i + length)
             some = aligned(x[rows]), aligned(y[rows])
-            yield Pass(*some, occupied[rows], rows, length, places, slots)
+            yield Pass(*some, occupied[rows], rows, places, slots)
         return
     batch = y.shape[0]  # in a quarter of the time of len
     for i in range(0, batch, length):
@@ -111,7 +111,7 @@ def laid_out(
         if count < length:
             occupied = torch.arange(length, device=x.device) < count
         some = _filled(x[rows], length, blank), _filled(y[rows], length)
-        yield Pass(*some, occupied, rows, count, None, 0)
+        yield Pass(*some, occupied, rows, None, 0)
 
 
 def collected(parts: list[Tensor], batch: int, layout: Placement) -> Tensor:
@@ -141,8 +141,8 @@ def _scattered(values: Tensor, places: Tensor, slots: int, blank: Tensor | None 
 
 
 def _empty(like: Tensor, slots: int, blank: Tensor | None) -> Tensor:
-    found = like.new_zeros(slots, *like.shape[1:])
-    return found if blank is None else found.copy_(blank)
+    shape = slots, *like.shape[1:]
+    return like.new_zeros(shape) if blank is None else blank.expand(shape).clone()
 
 
 def overhead(operations: float, flops: float, weights: int, numbers: float = 0.0) -> float:

@@ -71,7 +71,7 @@ def rough_squares(rows: Tensor) -> Tensor:
 def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     """What square_sums finds of pieces of rows, one after another, from their rough squares."""
     # All pieces are looked at in one comparison: the ordinary batch has no row that is so short.
-    found = _joined(rough, 0).double()
+    found = concatenated(rough).double()
     if pieces and pieces[0].dtype == torch.float64:
         return found.clamp_min(LEAST)
     if not on_cpu(found) or not (found < SMALL).any():
@@ -83,6 +83,16 @@ def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
         part[small] = _norms(flattened(rows)[small], dim=1, dtype=torch.float64).square_()
         start += len(rows)
     return found
+
+
+def concatenated(tensors: list[Tensor]) -> Tensor:
+    """torch.cat without the copy that it makes of a single tensor."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Convert a 16-bit tensor to float32, as its sums and squares would overflow."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
 def flattened(rows: Tensor) -> Tensor:
@@ -109,11 +119,6 @@ def chosen(good: Tensor | None, rows: Tensor) -> Tensor:
     return torch.where(good.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
 
 
-def _joined(tensors: list[Tensor], dim: int) -> Tensor:
-    """torch.cat without the copy that it makes of a single tensor."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-
-
 def chunk_bytes(like: Tensor) -> int:
     """About how many bytes to work on at a time."""
     return CHUNK_BYTES if on_cpu(like) else CHUNK_BYTES_GPU
@@ -124,10 +129,9 @@ def keep_bytes(like: Tensor) -> int:
     return KEEP_BYTES if on_cpu(like) else KEEP_BYTES_GPU
 
 
-def chunks(batch: int, size: int, like: Tensor, most: int | None = None) -> list[slice]:
+def chunks(batch: int, size: int, like: Tensor, most: int) -> list[slice]:
     """Slices of a batch to work on at a time: a sample takes `size` bytes, a slice holds `most`."""
-    step = max(1, min(chunk_bytes(like) // max(1, size), most or batch))
-    return slices(batch, step)
+    return slices(batch, max(1, min(chunk_bytes(like) // max(1, size), most)))
 
 
 def slices(batch: int, most: int) -> list[slice]:

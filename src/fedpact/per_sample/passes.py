@@ -23,12 +23,12 @@ from fedpact.per_sample import memory, norms
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.dense import Dense
 from fedpact.per_sample.gradients import difference, part, together
-from fedpact.per_sample.graph import Graph
+from fedpact.per_sample.graph import Graph, Shares
 from fedpact.per_sample.layers import gains_by_pixel
 from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for
 from fedpact.per_sample.norms import LONGEST
 from fedpact.per_sample.per_record import Alone
-from fedpact.per_sample.share import Share, Space
+from fedpact.per_sample.share import Space
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing
@@ -42,7 +42,6 @@ WAYS: Final = {
 }
 """How each way keeps the records of a batch apart, as a privacy statement says it."""
 
-Shares = dict[str, list[Share]]
 _Way = Graph | Alone
 
 
@@ -132,9 +131,9 @@ class Passes:
                 self._fits[form] = memory.fitting(run, x.device)
         return self._fits[form]
 
-    def over(self, x: Tensor, y: Tensor, layout: Placement) -> Iterator[Pass]:
-        """Return the passes over records x, y [B, ...]."""
-        length = layout.length or self.length(x, y, layout.expected)
+    def over(self, x: Tensor, y: Tensor, layout: Placement, length: int = 0) -> Iterator[Pass]:
+        """Return the passes over records x, y [B, ...]. length: P; 0: as the layout has it."""
+        length = length or layout.length or self.length(x, y, layout.expected)
         return laid_out(x, y, length, layout, self.blank(x, y))
 
     def blank(self, x: Tensor, y: Tensor) -> Tensor:
@@ -153,29 +152,29 @@ class Passes:
         """Whether the model takes a made-up record [...], with labels of the form of y."""
         two, labels = torch.stack([one, one]), y.new_zeros(2, *y.shape[1:])
         try:
-            self.losses(Pass(two, labels, None, slice(0, 2), 2, None, 0))
+            self.losses(two, labels)
         except Exception:  # whatever a model may raise
             return False
         return True
 
-    def losses(self, one: Pass) -> Tensor:
-        """The losses [P] of a pass, without gradient."""
-        if (dense := self.at_once(one.x, one.y)) is not None:
-            return dense.losses(one)
-        x, y = self._given(one.x, one.y)
-        way = self._traced(x, y)
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """The losses [P] of records x, y [P, ...], without gradient."""
+        if (dense := self.at_once(x, y)) is not None:
+            return dense.losses(x, y)
+        way, x = self._prepared(x, y)
         with fewer_digits(self._model), self._drawing(way, x, y):
             return way.losses(x, y)
 
-    def norms(self, one: Pass) -> Tensor:
-        """‖g_j‖ [P] of a pass, in float64; call it without gradient."""
-        if (dense := self.at_once(one.x, one.y)) is not None:
-            return dense.measured(one.x, one.y)[1]
-        return self.gradients(one.x, one.y).norms
+    def norms(self, x: Tensor, y: Tensor) -> Tensor:
+        """‖g_j‖ [P] of records x, y [P, ...], in float64; call it without gradient."""
+        if (dense := self.at_once(x, y)) is not None:
+            return dense.measured(x, y)[1]
+        return self.gradients(x, y).norms
 
     def gradients(self, x: Tensor, y: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
-        return self._measured(*self._pass(*self._given(x, y), held=False))
+        way, x = self._prepared(x, y)
+        return self._measured(*self._pass(way, x, y))
 
     def differences(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), w and anchor [d]; leaves the model at w.
@@ -183,34 +182,35 @@ class Passes:
         The losses are those at w, and not finite where one of the two is not. At both points the
         same random numbers are drawn.
         """
-        given = self._given(x, y)
+        way, x = self._prepared(x, y)
         self._model.load(anchor)
-        below, before = self._pass(*given, held=True)
+        below, before = self._pass(way, x, y, held=True)
         self._model.load(w)
-        above, after = self._pass(*given, held=False)
+        above, after = self._pass(way, x, y)
         names = dict.fromkeys([*after, *before])
         both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
         return self._measured(torch.where(below.isfinite(), above, below), both)
 
-    def _given(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a pass's records in their way's memory format: by pixel where that is faster."""
-        if not self._images or x.dim() != 4:
-            return x, y
-        # Record by record it is the model's own code: see by_pixel.
-        return (pixelwise(x) if isinstance(self._traced(x, y), Graph) else x), y
-
-    def _pass(self, x: Tensor, y: Tensor, *, held: bool) -> tuple[Tensor, Shares]:
-        """Losses [P] and shares by the parameters' names; held: they outlast the weights."""
+    def _prepared(self, x: Tensor, y: Tensor) -> tuple[_Way, Tensor]:
+        """Return the way of records x, y, and x in its memory format: by pixel where faster."""
         way = self._traced(x, y)
+        # Record by record it is the model's own code: see by_pixel.
+        images = self._images and x.dim() == 4 and isinstance(way, Graph)
+        return way, pixelwise(x) if images else x
+
+    def _pass(
+        self, way: _Way, x: Tensor, y: Tensor, *, held: bool = False
+    ) -> tuple[Tensor, Shares]:
+        """Losses [P] and shares by the parameters' names; held: they outlast the weights."""
         with fewer_digits(self._model), self._drawing(way, x, y):
-            return way.run(x, y) if isinstance(way, Alone) else way.run(x, y, held=held)
+            return way.run(x, y, held=held)
 
     def _drawing(self, way: _Way, x: Tensor, y: Tensor) -> AbstractContextManager[None]:
         """Let a way draw the random numbers of the records x, y at this step."""
         if not way.draws:
             return nullcontext()
-        alone = isinstance(way, Alone)
-        return drawing(PassNumbers.of_records(self.seed, x, y, leading=alone))
+        numbers = PassNumbers.of_records(self.seed, x, y, leading=isinstance(way, Alone))
+        return drawing(numbers)
 
     def _traced(self, x: Tensor, y: Tensor) -> _Way:
         """The way of records of this form, for a model in this state of training."""

@@ -8,7 +8,6 @@ operation. A model that cannot be traced like this is refused.
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast, model_name
 from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Made
-from fedpact.per_sample.rules import wide
+from fedpact.per_sample.norms import wide
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, drawing, numbers_at_hand
@@ -66,8 +65,14 @@ class Alone:
     def _name(self) -> str:
         return model_name(self._model.module)
 
-    def run(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, list[Share]]]:
-        """Losses [B] of at most `step` records, and shares by the parameters' names."""
+    def run(
+        self, x: Tensor, y: Tensor, *, held: bool = False
+    ) -> tuple[Tensor, dict[str, list[Share]]]:
+        """Losses [B] of at most `step` records, and shares by the parameters' names.
+
+        held: the shares stay valid after a change of the weights, which these always do.
+        """
+        del held
         losses, rows = self._rows(x, y)
         return wide(losses), {name: [Made(found)] for name, found in rows.items()}
 
@@ -85,18 +90,15 @@ class Alone:
             told = "vmap would look up one record's entries in another's table"
             self._announce(logging.WARNING, _LOOPED.format(told))
             return False
-        made_up = [v.new_zeros((self.step, *v.shape[1:])) for v in (x, y)]
-        x, y = made_up
-        numbers = nullcontext()
-        if self._one.draws:
-            numbers = drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True))
-        with numbers:
+        x, y = (v.new_zeros((self.step, *v.shape[1:])) for v in (x, y))
+        draws = self._one.draws
+        with drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None):
             why = _error(self._vmapped, x, y)
         # An error at zeros that the loop raises too comes from the model, not from vmap. vmap never
         # takes a data-dependent size, as of x[x > 0], nor draws that belong to no known record.
         varying = "dynamic shape" in str(why) or isinstance(why, ModelError)
         others = isinstance(why, RuntimeError) and not varying
-        taken = not varying and (not others or _error(self._looped, *made_up) is not None)
+        taken = not varying and (not others or _error(self._looped, x, y) is not None)
         if taken:
             self._announce(logging.INFO, "vmap differentiates it record by record")
         else:
@@ -111,11 +113,6 @@ class Alone:
         if message not in _announced:
             _announced.add(message)
             _logger.log(level, message)
-
-    def _numbers_of(self, j: int) -> AbstractContextManager[None]:
-        """Let record j draw its own random numbers, if any are set."""
-        numbers = numbers_at_hand()
-        return nullcontext() if numbers is None else drawing(numbers.alone(j))
 
     def _vmapped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         def one(w: dict[str, Tensor], record: Tensor, target: Tensor) -> Tensor:
@@ -132,8 +129,10 @@ class Alone:
         weights = {name: p.detach().requires_grad_() for name, p in self._model.own.items()}
         losses: list[Tensor] = []
         rows: list[tuple[Tensor, ...]] = []
+        numbers = numbers_at_hand()
         for j in range(len(x)):
-            with torch.enable_grad(), autocast(self._model), self._numbers_of(j):
+            own = drawing(numbers and numbers.alone(j))
+            with torch.enable_grad(), autocast(self._model), own:
                 # Each has the same memory layout, and no other record's numbers behind it.
                 one, target = (
                     v[j : j + 1].clone(memory_format=torch.contiguous_format) for v in (x, y)

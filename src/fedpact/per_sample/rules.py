@@ -20,7 +20,7 @@ from torch.func import vjp, vmap
 from fedpact.per_sample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
 from fedpact.per_sample.gradients import Lookup, Made, Outer
 from fedpact.per_sample.layout import aligned
-from fedpact.per_sample.norms import flattened
+from fedpact.per_sample.norms import flattened, wide
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import Where
 from fedpact.per_sample.tracing.trace_context import for_vmap
@@ -35,7 +35,7 @@ class Call:
 
     wanted: the arguments whose gradients are requested. grads: of the results, None if no loss
     depends on one. batch: B. pooled: the nonzero entries of the gradient, if only a max-pooling
-    reads the result.
+    reads the result. recorded: what a recurrence reports; see recurrent.Record.
     """
 
     op: Callable[..., Any]
@@ -47,6 +47,9 @@ class Call:
     batch: int
     grads: list[Tensor | None] = field(default_factory=list[Tensor | None])
     pooled: Pooled | None = None
+    recorded: list[tuple[int, Tensor, Tensor | None]] = field(
+        default_factory=list[tuple[int, Tensor, Tensor | None]]
+    )
 
     @property
     def grad(self) -> Tensor:
@@ -92,11 +95,6 @@ Shares = dict[Place, Share]
 """By the place of the argument."""
 
 Rule = Callable[[Call], Shares]
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Convert a 16-bit tensor to float32, as its sums and squares would overflow."""
-    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
 def results_of(found: Any) -> list[Tensor]:

@@ -81,10 +81,8 @@ class Share(ABC):
     most: the most records to make gradients of at a time.
     """
 
-    most: int | None = None
-
-    def __init__(self, batch: int, size: int, like: Tensor) -> None:
-        self.batch, self.size, self.like = batch, size, like
+    def __init__(self, batch: int, size: int, like: Tensor, most: int = TOGETHER) -> None:
+        self.batch, self.size, self.like, self.most = batch, size, like, min(most, TOGETHER)
 
     @abstractmethod
     def rows(self, chunk: slice) -> Tensor:
@@ -92,7 +90,7 @@ class Share(ABC):
 
     def minus(self, other: "Share") -> "list[Share]":
         """Shares whose sum is this one less another one of the same parameter."""
-        return [self, Negative(other)]
+        return [self, Mapped(other, torch.neg, other.size)]
 
     @property
     def nbytes(self) -> int:
@@ -119,16 +117,19 @@ class Share(ABC):
         return None
 
 
-class Negative(Share):
-    """A share with the other sign."""
+class Mapped(Share):
+    """Gradients that are a linear function of those of another share, record by record.
 
-    def __init__(self, share: Share) -> None:
-        super().__init__(share.batch, share.size, share.like)
-        self._share, self.most = share, share.most
+    function: rows [n, ...] of the other share -> rows [n, size].
+    """
+
+    def __init__(self, share: Share, function: Callable[[Tensor], Tensor], size: int) -> None:
+        super().__init__(share.batch, size, share.like, share.most)
+        self._share, self._function = share, function
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
-        return -self._share.rows(chunk)
+        return self._function(self._share.rows(chunk))
 
 
 def unit_of(clip: float) -> float:

@@ -95,8 +95,8 @@ class Tried(Protocol):
         ...
 
 
-def check_separation(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
-    """Compare sums with gradients of single records x, y [B, ...]; return the norms.
+def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
+    """Compare sums with gradients of single records x, y [B, ...].
 
     This is a second check: independence already follows from the kernel's way, for any records and
     weights. It compares the contribution of each of a few records to batches of two lengths, and a
@@ -121,10 +121,8 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
                 "it cannot be checked; draw numbers from torch's own generator, and keep nothing "
                 "between passes"
             )
-        norms = _check_each(tried, x, y)
-        _check_large(tried, x, y, norms)
+        _check_large(tried, x, y, _check_each(tried, x, y))
         _check_outputs(module, x)
-    return norms
 
 
 def _weights(tried: Tried, count: int, only: int | None = None) -> Tensor:

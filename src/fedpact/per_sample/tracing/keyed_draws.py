@@ -264,8 +264,11 @@ _own = _OfThread()
 
 
 @contextmanager
-def drawing(numbers: PassNumbers) -> Generator[None]:
-    """Let `drawn` draw from these numbers; within `expected` it still takes means."""
+def drawing(numbers: PassNumbers | None) -> Generator[None]:
+    """Let `drawn` draw from these numbers; within `expected` it still takes means.
+
+    None: from the generator of seed 0, for no record.
+    """
     before = _own.numbers
     _own.numbers = numbers
     try:

@@ -1,6 +1,6 @@
 """A traced model together with one model's weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,9 +20,8 @@ from fedpact.per_sample.tracing.replacements import DONE_AS
 class Program:
     """A traced model with its loss, for records of the form of x, y [n, ...].
 
-    batch: a fixed size, None for any. inputs: of each placeholder, what it is and whose, as
-    ("parameter", "model.0.weight") or ("record", "x"). names: the trained parameters' names in the
-    model, by those that inputs have. entered: the nodes that records enter. Raises Untraceable.
+    batch: a fixed size, None for any. trained: the trained parameters' names in the model, by those
+    of their placeholders. entered: the nodes that records enter. Raises Untraceable.
     """
 
     def __init__(
@@ -30,15 +29,20 @@ class Program:
     ) -> None:
         self._trace = trace = trace_of(WithLoss(model.module, loss), x, y, batch)
         whole = WithLoss(model.module, loss)
-        trained = {id(p): n for n, p in model.module.named_parameters() if n in model.own}
-        every = whole.named_parameters(remove_duplicate=False)
-        self.names = {name: trained[id(p)] for name, p in every if id(p) in trained}
-        self.nodes, self.result, self.inputs = trace.nodes, trace.result, trace.inputs
+        self.nodes, self.result, self._inputs = trace.nodes, trace.result, trace.inputs
         self.entered = trace.entered
+        own = {id(p): n for n, p in model.module.named_parameters() if n in model.own}
+        every = whole.named_parameters(remove_duplicate=False)
+        names = {name: own[id(p)] for name, p in every if id(p) in own}
+        self.trained = {
+            name: names[target]
+            for name, (kind, target) in self._inputs.items()
+            if kind == "parameter" and target in names
+        }
         # Where the model holds each placeholder's tensor, which is read in every pass.
         self._held = {
             name: (vars(whole.get_submodule(path))[f"_{kind}s"], leaf)
-            for name, (kind, target) in self.inputs.items()
+            for name, (kind, target) in self._inputs.items()
             if kind in ("parameter", "buffer")
             for path, _, leaf in [target.rpartition(".")]
         }
@@ -56,9 +60,13 @@ class Program:
         """Whether a pass draws random numbers."""
         return any(map(draws, self.nodes))
 
+    def given_to(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
+        """Return the tensors of the placeholders among nodes that no record enters."""
+        return {node.name: self.given(node.name) for node in nodes if node.op == "placeholder"}
+
     def given(self, name: str) -> Tensor:
         """Return the tensor of a placeholder other than records'."""
-        kind, target = self.inputs[name]
+        kind, target = self._inputs[name]
         if kind == "constant":
             return self._constants[target]
         tensors, leaf = self._held[name]
@@ -69,16 +77,13 @@ class Program:
         of = {"x": x.detach(), "y": y.detach()}
         return {
             name: of[target] if kind == "record" else self.given(name)
-            for name, (kind, target) in self.inputs.items()
+            for name, (kind, target) in self._inputs.items()
         }
 
     def losses(self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """The losses [B] at the weights, by the model's names."""
-        values = self.values(x, y)
-        for name, (kind, target) in self.inputs.items():
-            if kind == "parameter" and target in self.names:
-                values[name] = weights[self.names[target]]
-        return evaluated(self.nodes, values)[self.result]
+        trained = {name: weights[own] for name, own in self.trained.items()}
+        return evaluated(self.nodes, self.values(x, y) | trained)[self.result]
 
 
 def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any]:

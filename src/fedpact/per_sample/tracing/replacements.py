@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedpact.common.errors import ModelError
+from fedpact.per_sample.recurrent import RECURRENT
 from fedpact.per_sample.tracing.batch_rules import multiple
 
 _aten = cast(Any, torch.ops.aten)
@@ -250,16 +251,9 @@ def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tens
     return x.new_empty((x.shape[0], weight.shape[0], *sizes))
 
 
-_RECURRENT: Final = (
-    _aten.lstm.input,
-    _aten.gru.input,
-    _aten.rnn_tanh.input,
-    _aten.rnn_relu.input,
-)
-
 _SHAPES: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default), _convolved),
-    **dict.fromkeys(_RECURRENT, _recurrent),
+    **dict.fromkeys(RECURRENT, _recurrent),
     **dict.fromkeys((_aten.group_norm.default, _aten.layer_norm.default), _normalised),
 }
 
@@ -303,7 +297,7 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
 }
 """By torch's operation: what is called in its place while a model is traced."""
 
-_with_lengths = {op: _stand_in(op, "_with_lengths", ", *, Tensor lengths") for op in _RECURRENT}
+_with_lengths = {op: _stand_in(op, "_with_lengths", ", *, Tensor lengths") for op in RECURRENT}
 
 WITH_LENGTHS: Final = {str(op).split(".")[1]: ours for op, ours in _with_lengths.items()}
 """By torch's name for a recurrence: the same over records [B, T, K] with `lengths` [B] of steps."""
@@ -375,7 +369,7 @@ DONE_AS: Final[dict[Any, Callable[..., Any]]] = {
     # A traced view may be impossible for the same numbers in another memory layout.
     _aten.view.default: _aten.reshape.default,
     _aten.rrelu.default: _leaky,
-    **{op: partial(_by_lengths, op) for op in _RECURRENT},
+    **{op: partial(_by_lengths, op) for op in RECURRENT},
     **{
         overload: _quotient
         for kind in (_aten.div, _aten.divide)
