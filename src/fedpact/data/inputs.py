@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as Items
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import counted
+from fedpact.common.format import counted, list_some
 from fedpact.common.params import TOKENS
 from fedpact.data.cells import (
     SUFFIXES,
@@ -33,7 +33,6 @@ from fedpact.data.cells import (
     NumberCells,
     cells_of,
     index_of,
-    list_some,
     read_columns,
     read_npz,
 )

@@ -24,10 +24,11 @@ import numpy as np
 from torch import Tensor
 
 from fedpact.common.errors import DataError
+from fedpact.common.format import list_some
 from fedpact.common.losses import UNLABELLED
 from fedpact.common.params import TOKENS
 from fedpact.data import cells
-from fedpact.data.cells import Cells, NumberCells, is_blank, list_some, text_of
+from fedpact.data.cells import Cells, NumberCells, is_blank, text_of
 from fedpact.data.dataset import BEYOND_LABELS, NO_NUMBER, NO_PLACE_LABELLED, RecordFilter
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.tables import Table

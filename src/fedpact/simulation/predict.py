@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from fedpact.common.errors import DataError, InputError, ModelError, nearest
 from fedpact.common.files import parse_errors
-from fedpact.common.format import counted, format_metric
+from fedpact.common.format import counted, format_metric, list_some
 from fedpact.common.messages import SiteScore
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.common.user_code import model_again
 from fedpact.common.weights import read_checked
-from fedpact.data.cells import SUFFIXES, Cells, list_some
+from fedpact.data.cells import SUFFIXES, Cells
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset, RecordFilter, with_columns
 from fedpact.data.features.extract import MadeBy

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedpact.common.errors import PlanError
 from fedpact.common.files import safe_name
+from fedpact.common.format import list_some
 from fedpact.common.randomness.seeded import Participants, SeededDraws
 from fedpact.common.user_code import is_handed
 from fedpact.data import download, load
@@ -130,10 +131,12 @@ class SimulationSetup:
         if not names or not (_is_file(self.plan.data) or is_handed(self.plan.data)):
             return ""
         task = self.plan.task
-        of = f"from {task.range[0]:g} to {task.range[1]:g}" if task.range else _some(classes)
+        of = (
+            f"from {task.range[0]:g} to {task.range[1]:g}" if task.range else list_some(classes, 30)
+        )
         kind = "" if task.range else "of classes "
         return (
-            f"columns used: {_some(names)}; label {self.plan.label or 'y'}, {kind}{of}; "
+            f"columns used: {list_some(names, 30)}; label {self.plan.label or 'y'}, {kind}{of}; "
             f"{len(self.raw.y):,} records"
         )
 
@@ -170,11 +173,6 @@ class SimulationSetup:
     def sizes(self) -> dict[str, float]:
         """Each site's N_i, as declared or released."""
         return {site.name: _size(self.plan, site) for site in self.sites}
-
-
-def _some(names: tuple[str, ...], most: int = 30) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_file(data: str) -> bool:
@@ -282,7 +280,7 @@ def _warn_of_batch(plan: Plan, sites: Sequence[SiteRecords]) -> None:
     if small:
         logging.getLogger("fedpact").warning(
             f"batch_size is {plan.batch_size:g}, and these sites have fewer {plan.privacy.unit}s: "
-            f"{_some(tuple(small), 5)}. Each step uses all of them (q = 1): lower batch_size"
+            f"{list_some(small, 5)}. Each step uses all of them (q = 1): lower batch_size"
         )
 
 
