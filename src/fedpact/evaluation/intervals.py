@@ -29,7 +29,6 @@ from fedpact.common.records import RoundRecord, SumsBySite
 from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.privacy.accounting.accountant import epsilon
-from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 
 # The factor by which noise on a grid may be larger (common.randomness.secure).
 _GRID: Final = 1 + 2.0**-10
@@ -304,7 +303,7 @@ def released_so_far(
 ) -> dict[str, Any] | None:
     """Return `outcome` of a running run, without costs and exact values.
 
-    of: from `describe_evaluation`, None if nothing is released.
+    of: `evaluation` of the run's privacy statement, None if nothing is released.
     """
     done = [(record.round, record.evaluation, {}) for record in records if record.evaluation]
     if not (of and done):
@@ -449,32 +448,3 @@ def check_public(early: bool, private: bool, form: SumsForm, *, test: bool, held
             f"{told} run without held-out records and without a public test set: no accuracy is "
             "known that could stop the run; set partition.held_out = 0.1"
         )
-
-
-def describe_evaluation(
-    form: SumsForm, persons: bool, records: Sequence[int], *, own_models: bool, masked: bool
-) -> dict[str, Any] | None:
-    """Return what sites release about held-out records, and its cost, as plain data; or None.
-
-    own_models: whether each site evaluates its own model. masked: whether secure aggregation is
-    used for training. persons: whether persons are held out with all their records. records: the
-    numbers of records per person for which ε is stated; ignored if ε is per person.
-    """
-    if (once := form.once) is None:
-        return None
-    delta, several = once.budget.delta, () if form.unit == "person" else records
-    return {
-        **form.settings.model_dump(mode="json"),
-        "groups": list(form.groups),
-        "classes": list(form.classes),
-        "unit": form.unit,
-        "split_by": "person" if persons else "record",
-        "own_models": own_models,
-        "masked": masked,
-        "sigma": once.sigma,
-        "sigma_joint": once.event.sigma,
-        "times": once.times,
-        "accountant": once.accountant,
-        "epsilon_reserved": epsilon(once.history, delta, once.accountant),
-        "epsilon_per_person": {str(k): epsilon_per_person(once.history, delta, k) for k in several},
-    }

@@ -440,7 +440,7 @@ class Predictor:
         Its input is what `preprocess` returns, [n, ...] for any n, its output scores [n, K].
         Raises InputError: another suffix, or ONNX without the packages that torch needs for it.
         """
-        example = self._stage.example(torch.zeros(self.form.shape, dtype=self._dtype))
+        example = self._stage.example(self.form.example)
         batch = (example.expand(2, *example.shape).clone(),)
         if path.suffix == ".onnx":
             try:
@@ -467,11 +467,7 @@ class Predictor:
             raise InputError(f"{path}: expected a name that ends in .pt (TorchScript) or .onnx")
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return getattr(torch, self.form.values)
-
-    @property
-    def _stage(self) -> Any:
+    def _stage(self) -> FeatureStage:
         return self.plan.stage(self.at)
 
 
