@@ -14,14 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from fedpact.common.errors import DataError, nearest
-from fedpact.common.format import counted
 from fedpact.common.user_code import is_handed
 from fedpact.data import public, targets
 from fedpact.data.cells import SUFFIXES, check_suffix, read_npz
@@ -56,7 +54,6 @@ _WITH_TEST = "+test"
 _ANY: Final = RecordForm()
 _logger = logging.getLogger("fedpact")
 _WHOLE: Final = (np.dtype(np.int64), np.dtype(np.int32))
-_SAME: Final[Mapping[str, FileColumn]] = MappingProxyType({})
 
 
 def load_dataset(
@@ -138,7 +135,6 @@ def _with_test(data: Dataset) -> Dataset:
         x=torch.cat([data.x, data.x_test]),
         y=torch.cat([data.y, data.y_test]),
         classes=data.classes,
-        description=f"{data.description}; the public test set's records among the others",
     )
 
 
@@ -186,6 +182,12 @@ def dataset_of(
     records of a deployed site, all of which may be left out, and no value of which is told; None
     for a simulation's. Raises DataError: no record is left, or invalid labels.
     """
+
+    def check_left() -> None:
+        for table in tables:
+            if not (at_site or table.sieve.good.any()):
+                raise left_out_error(table.sieve)
+
     values = at_site
     if values is None:
         values = "int64" if form.vocabulary else "float32"
@@ -193,13 +195,11 @@ def dataset_of(
             warn_of_channels(name, tables[0].x)
             values = "int64" if tables[0].x.dtype in _WHOLE else values
     xs = [read_numbers(table, form, values) for table in tables]
-    if not at_site:
-        _check_left(tables)
+    check_left()
     tables = [
         targets.token_labels(table, x, form, classes) for table, x in zip(tables, xs, strict=True)
     ]
-    if not at_site:
-        _check_left(tables)
+    check_left()
     main, sieve = tables[0], tables[0].sieve
     if classes is None and is_next_token(main.roles.get("label"), form.target.next):
         if not form.vocabulary:
@@ -218,8 +218,7 @@ def dataset_of(
     person = None
     if main.person is not None:
         person = targets.persons_of(main.person, sieve, main.roles.get("person", "person"))
-    if not at_site:
-        _check_left(tables)
+    check_left()
     for table in tables:
         table.sieve.warn(values=not at_site)
     parts = [
@@ -227,7 +226,6 @@ def dataset_of(
         for table, x, y in zip(tables, xs, ys, strict=True)
     ]
     kept = sieve.good.nonzero()[0]
-    told = ", ".join(main.features) or counted(len(kept), "record")
     found = Dataset(
         name,
         *parts[0],
@@ -238,18 +236,11 @@ def dataset_of(
         features=main.features,
         rows=torch.from_numpy(kept + sieve.first),
         column=main.column,
-        description=f"{name}: {told} as given",
         sieve=sieve,
         next=form.target.next,
     )
     object.__setattr__(found, "form", form)
     return found if main.features else with_columns(found, form)
-
-
-def _check_left(tables: Sequence[Table]) -> None:
-    for table in tables:
-        if not table.sieve.good.any():
-            raise left_out_error(table.sieve)
 
 
 def load_site(
@@ -261,7 +252,7 @@ def load_site(
     form: RecordForm,
     person: str | None = None,
     features: tuple[str, ...] = (),
-    sources: Mapping[str, FileColumn] = _SAME,
+    sources: Mapping[str, FileColumn] = {},
 ) -> tuple[Dataset, RecordFilter]:
     """Return the records x [n, *shape], y [n] of a site's own file, and which are left out.
 
@@ -456,8 +447,8 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
         form=form,
     )
     sieve = max(filter(None, (data.sieve, found.sieve)), key=lambda one: one.left_out)
-    kept = {key: getattr(data, key) for key in ("description", "features", "column", "next")}
     held = None if data.held is None else data.held[found.numbers]
+    kept = {"features": data.features, "column": data.column, "next": data.next}
     return replace(found, **kept, held=held, sieve=sieve)
 
 
