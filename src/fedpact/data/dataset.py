@@ -130,12 +130,10 @@ class RecordFilter:
         why = [[column, why, count] for column, why, count in self.reasons()]
         return {"records": out, "of": self.count, "why": why} if out else None
 
-    def describe(self, *, values: bool) -> list[str]:
-        """Return what to tell the records' owner, in paragraphs. values: whether to quote them."""
-        return [paragraph for _, paragraph in self._paragraphs(values=values)]
-
-    def _paragraphs(self, *, values: bool) -> list[tuple[bool, str]]:
-        """Return the paragraphs, each with whether it is about lines that cannot be read."""
+    def paragraphs(self, *, values: bool) -> list[tuple[bool, str]]:
+        """Return what to tell the records' owner: whether it is about lines that cannot be read,
+        and a paragraph. values: whether to quote them.
+        """
         broken = {key: found for key, found in self._faults.items() if not key[0]}
         unread, left = ({row for _, row in faults} for faults in (broken, self._faults))
         out = {key: found for key, found in self._faults.items() if key[1] not in unread}
@@ -164,7 +162,7 @@ class RecordFilter:
 
         values: the owner runs this program, and is warned of broken lines; all else is logged.
         """
-        for broken, paragraph in self._paragraphs(values=values):
+        for broken, paragraph in self.paragraphs(values=values):
             if broken and values:
                 warnings.warn_explicit(paragraph, UserWarning, self.origin, 0)
             else:
