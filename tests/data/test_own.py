@@ -17,6 +17,7 @@ from fedpact.data.dataset import RecordFilter
 from fedpact.data.inputs import read_table
 from fedpact.data.load import from_arrays, load_dataset, load_site, refit
 from fedpact.data.schema import PlanRecords, RecordForm
+from fedpact.data.tables import Roles
 from fedpact.data.targets import persons_of
 
 FORM = RecordForm(
@@ -341,14 +342,14 @@ def test_unnamed_row_number_column_is_dropped(tmp_path, name):
     first, second = tmp_path / "first.csv", tmp_path / "second.csv"
     first.write_text("\n".join([f"{name},a,y", *rows]))
     second.write_text("\n".join([f"a,{name},y", *rows]))
-    assert read_table(first, label="y").features == ("a",)
+    assert read_table(first, RecordForm(), Roles("y")).features == ("a",)
     with pytest.raises(DataError, match=r"column 2 of 3 has no name .* records\.drop"):
-        read_table(second, label="y")
+        read_table(second, RecordForm(), Roles("y"))
     if name:
         dropped = RecordForm(drop=[name])
-        assert read_table(second, dropped, "y").features == ("a",)
+        assert read_table(second, dropped, Roles("y")).features == ("a",)
     chosen = RecordForm(features=["a"])
-    assert read_table(second, chosen, "y").features == ("a",)
+    assert read_table(second, chosen, Roles("y")).features == ("a",)
 
 
 @pytest.mark.parametrize("values", ["float32", "int64"])

@@ -28,6 +28,7 @@ from fedpact.data.dataset import Dataset, RecordFilter, left_out_error, with_col
 from fedpact.data.inputs import check_shape, check_together, columns_of, read_declared, read_table
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.tables import (
+    Roles,
     Table,
     check_columns,
     describe_value,
@@ -88,7 +89,7 @@ def load_dataset(
         )
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        table = read_table(Path(name), form, label, site, person)
+        table = read_table(Path(name), form, Roles(label, site, person))
         return dataset_of(name, [table], classes, form)
     check_suffix(Path(name))
     if name not in NAMES and Path(name).is_dir():
@@ -279,7 +280,7 @@ def load_site(
     if values == "int64" and len(shape) == 2:
         # Tokens, of one length, however long the longest of them is.
         form = form.model_copy(update={"length": shape[-1]})
-    roles = label, None, person
+    roles = Roles(label, person=person)
     table, form = read_declared(path, form, roles, shape, features, convert=convert)
     whose = table.person if person == table.roles.get("person", "person") else None
     if person is not None and whose is None:
@@ -369,7 +370,7 @@ def from_python(
         test = _test_of(data) if test is None else test
         return from_python(data["train"], records, label, site, person, test, target)
     check_together(data)
-    main = read_table(data, form, label, site, person)
+    main = read_table(data, form, Roles(label, site, person))
     main.sieve.origin = name = "table" if main.labels == "names" else "arrays"
     if test is None or main.features or main.column or isinstance(test, str | Path):
         found = dataset_of(name, [main], records.classes, form)
@@ -378,7 +379,7 @@ def from_python(
         raise DataError(
             f"test is {describe_value(test)} beside records (x, y): expected a pair, too"
         )
-    tables = [main, read_table(test, form, origin="test")]
+    tables = [main, read_table(test, form, Roles(), origin="test")]
     return dataset_of(name, tables, records.classes, form)
 
 
@@ -401,7 +402,7 @@ def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) ->
         raise DataError(
             f"test is {describe_value(test)} beside data {found.name}: expected {table}"
         )
-    table = read_table(test, own if label else form, label, origin="the test table")
+    table = read_table(test, own if label else form, Roles(label), origin="the test table")
     beside = dataset_of("test", [table], found.classes, own)
     return replace(found, x_test=beside.x, y_test=beside.y)
 

@@ -55,7 +55,7 @@ from fedpact.data.download import SOURCES, Arrays, Source, load_cached, read_ver
 from fedpact.data.inputs import table_of
 from fedpact.data.schema import RecordForm
 from fedpact.data.splits import power_law_sizes
-from fedpact.data.tables import Table
+from fedpact.data.tables import Roles, Table
 
 CLASSES = ("<=50K", ">50K")
 
@@ -83,7 +83,7 @@ def adult_tables(form: RecordForm) -> list[Table]:
         kept = {n: some for n, some in zip(_COLUMNS, cells, strict=True) if n not in _LEFT_OUT}
         # The labels of the test records end with a full stop.
         kept["income"] = tuple(label.removesuffix(".") for label in kept["income"])
-        tables.append(table_of("data set adult", Columns(kept), "income", form=form))
+        tables.append(table_of("data set adult", Columns(kept), Roles("income"), form))
     return tables
 
 

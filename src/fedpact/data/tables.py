@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ from fedpact.data.tokens import is_tokens, read_tokens
 
 _logger = logging.getLogger("fedpact")
 _LARGEST: Final = 2**53  # whole numbers from here on are rounded by floats
+
+
+class Roles(NamedTuple):
+    """The columns of a table that are no features; None for none."""
+
+    label: str | None = None
+    site: str | None = None
+    person: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

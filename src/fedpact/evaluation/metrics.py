@@ -336,25 +336,20 @@ def r_squared(outputs: Tensor, y: Tensor) -> float:
     return 1 - missed / around if around > 0 else math.nan
 
 
-@dataclass(frozen=True)
-class Commonest:
-    """The most frequent class. accuracy: of always predicting it."""
-
-    name: str
-    accuracy: float
-
-
-def commonest(y: Tensor, classes: Sequence[str]) -> Commonest | None:
+def commonest(y: Tensor, classes: Sequence[str]) -> dict[str, Any] | None:
     """Return the most frequent class among labels y [n, ...]; None if they are not classes.
 
+    accuracy: of always predicting it.
+
     >>> commonest(torch.tensor([1, 0, 1, 1]), ["no", "yes"])
-    Commonest(name='yes', accuracy=0.75)
+    {'name': 'yes', 'accuracy': 0.75}
     """
     if y.is_floating_point() or not y.numel():
         return None
     counts = torch.bincount(y[y != UNLABELLED], minlength=len(classes))
     most = int(counts.argmax())
-    return Commonest(classes[most], float(counts[most]) / max(1, int(counts.sum())))
+    accuracy = float(counts[most]) / max(1, int(counts.sum()))
+    return {"name": classes[most], "accuracy": accuracy}
 
 
 TASK_BY_LABELS: Final = {

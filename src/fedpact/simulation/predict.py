@@ -36,7 +36,7 @@ from fedpact.data.features.extract import MadeBy
 from fedpact.data.features.stage import FeatureStage
 from fedpact.data.inputs import check_shape, read_declared
 from fedpact.data.schema import RecordForm
-from fedpact.data.tables import Table, labels_of, of_arrays, read_numbers
+from fedpact.data.tables import Roles, Table, labels_of, of_arrays, read_numbers
 from fedpact.data.targets import ambiguous, read_labels, token_labels, unscale
 from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.metrics import evaluate, find_display
@@ -323,7 +323,7 @@ class Predictor:
                 "or records from Python, as a table, arrays, or a data set of fedpact.from_arrays"
             )
         else:
-            roles = plan.label, plan.site, plan.person
+            roles = Roles(plan.label, plan.site, plan.person)
             asked = records, form, roles, own.shape, own.features
             convert = partial(self.site.declared, own.features, plan.label)
             table, form = read_declared(*asked, labelled=False, convert=convert)

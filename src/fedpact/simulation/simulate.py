@@ -404,8 +404,7 @@ def _finish(
     module = scene.workshop.module()
     labels = select_judged_labels(scene)
     judged = commonest(labels, raw.classes)
-    more: dict[str, Any] = {"ledgers": _sum_ledgers(folder, scene)}
-    more["commonest"] = judged and asdict(judged)
+    more: dict[str, Any] = {"ledgers": _sum_ledgers(folder, scene), "commonest": judged}
     # Pixels of an image, labels of a record and records of a person are not independent.
     independent = judged and labels.ndim == 1 and scene.plan.person is None
     more["judged_records"] = len(labels) if independent else None
