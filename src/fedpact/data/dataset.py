@@ -322,7 +322,7 @@ class Dataset:
         """Each training record's number in its file, int64 [n]."""
         return torch.arange(len(self.y)) if self.rows is None else self.rows
 
-    def only(self, good: Tensor, of_test: Tensor | None = None) -> "Dataset":
+    def only(self, good: Tensor, of_test: Tensor | None) -> "Dataset":
         """Return the data set with the records of a mask, bool [n], and of a mask of its test set.
 
         Raises DataError: no training record is left.

@@ -88,8 +88,8 @@ class ColumnCells:
     def of(name: str, cells: Cells | np.ndarray) -> "ColumnCells":
         """Read the cells [n] of a column."""
         if isinstance(cells, np.ndarray):
-            missing = np.zeros(len(cells), bool)
-            cells = cells.tolist() if cells.dtype.kind == "U" else NumberCells(cells, missing)
+            text, missing = cells.dtype.kind == "U", np.zeros(len(cells), bool)
+            return ColumnCells.of(name, cells.tolist() if text else NumberCells(cells, missing))
         x = to_numbers(cells)
         if isinstance(cells, NumberCells):
             return ColumnCells(name, cells, x, np.isnan(x), {})

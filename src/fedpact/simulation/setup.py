@@ -10,7 +10,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedpact.common.errors import PlanError
 from fedpact.common.files import safe_name
@@ -240,18 +239,12 @@ def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Datas
     worker = workshop.bench(check=True)
     workshop.check_labels(data.y)
     good = train.good & worker.find_accepted(data.x, data.y, data.name, data.numbers)
-    if data.x_test is None or data.y_test is None or of_test is None:
-        return (*_only(raw, data, good, None), workshop)
-    numbers = torch.arange(len(data.y_test))
-    good_test = of_test.good & worker.find_accepted(data.x_test, data.y_test, name, numbers)
-    return (*_only(raw, data, good, good_test), workshop)
-
-
-def _only(
-    raw: Dataset, data: Dataset, good: Tensor, of_test: Tensor | None
-) -> tuple[Dataset, Dataset]:
-    used = data.only(good, of_test)
-    return (used if raw is data else raw.only(good, of_test)), used
+    good_test = None
+    if data.x_test is not None and data.y_test is not None and of_test is not None:
+        numbers = torch.arange(len(data.y_test))
+        good_test = of_test.good & worker.find_accepted(data.x_test, data.y_test, name, numbers)
+    used = data.only(good, good_test)
+    return (used if raw is data else raw.only(good, good_test)), used, workshop
 
 
 def find_feature_cache(plan: Plan, raw: Dataset) -> Path | None:

@@ -301,16 +301,14 @@ class Extractor:
 
 
 @lru_cache(maxsize=2)
-def extractor(
-    settings: FeatureSettings, shape: tuple[int, ...], seed: int, at: Path, own: int
-) -> Extractor:
+def extractor(settings: str, shape: tuple[int, ...], seed: int, at: Path, own: int) -> Extractor:
     """Return the extractor of a plan's features; filters and whitening are made once a process.
 
-    settings: of a kind other than "none". seed: the plan's. own: the id of the factory that its
-    kind names now, 0 for none.
+    settings: FeatureSettings as JSON, of a kind other than "none". seed: the plan's. own: the id of
+    the factory that its kind names now, 0 for none.
     """
     del own  # part of the cache's key only
-    return Extractor(settings, shape, seed, at)
+    return Extractor(FeatureSettings.model_validate_json(settings), shape, seed, at)
 
 
 def _told(parts: Iterable[Tensor], count: int, what: str) -> Iterator[Tensor]:

@@ -109,7 +109,8 @@ class FeatureStage:
             )
         # As it is by now: a notebook reloads the module that it is changing.
         own = id(factory_of(self.settings.kind)) if self.settings.factory else 0
-        return extractor(self.settings, tuple(record.shape), self.seed, self.at.absolute(), own)
+        told, shape = self.settings.model_dump_json(), tuple(record.shape)
+        return extractor(told, shape, self.seed, self.at.absolute(), own)
 
 
 def _warn(origin: str, good: Tensor, what: str) -> None:
