@@ -145,7 +145,7 @@ class SimulationSetup:
         persons, used = number_persons(self.dataset.person, places), torch.ones(len(places)).bool()
         most = plan.privacy.person_records
         if persons is not None and most is not None:
-            used = torch.from_numpy(limit_records_per_person(persons.tolist(), most, plan.seed))
+            used = limit_records_per_person(persons, most, plan.seed)
             persons = persons[used]
         x, y = site.x_held[used], site.y_held[used]
         raw = self.raw.x[torch.from_numpy(places)][used]
@@ -262,7 +262,7 @@ def _used(plan: Plan, site: SiteRecords) -> SiteRecords:
     most = plan.privacy.person_records
     if most is None or site.persons is None:
         return site
-    good = torch.from_numpy(limit_records_per_person(site.persons.tolist(), most, plan.seed))
+    good = limit_records_per_person(site.persons, most, plan.seed)
     return replace(site, x=site.x[good], y=site.y[good], persons=site.persons[good])
 
 
