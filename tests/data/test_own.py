@@ -17,6 +17,7 @@ from fedpact.data.dataset import RecordFilter
 from fedpact.data.inputs import read_table
 from fedpact.data.load import from_arrays, load_dataset, load_site, refit
 from fedpact.data.schema import PlanRecords, RecordForm
+from fedpact.data.tables import Roles
 from fedpact.data.targets import persons_of
 
 FORM = RecordForm(
@@ -327,7 +328,7 @@ def test_a_persons_number_that_a_float_rounds_is_nobodys(kind):
     whose = np.array(persons_of(np.array([end, end - 1, -end, 3], kind), sieve))
     assert sieve.good.tolist() == [False, True, False, True]
     assert whose[[1, 3]].tolist() == [str(int(end - 1)), "3"]
-    assert f"floats round, from {end:.0f} on" in sieve.describe(values=False)[0]
+    assert f"floats round, from {end:.0f} on" in sieve.paragraphs(values=False)[0][1]
     # Text says whose it is, however long, and whole numbers that nothing makes floats of.
     for exact in ([2**53, 2**53 + 1], [str(2**53), str(2**53 + 1)], np.array([2**53 - 1, 7])):
         sieve = RecordFilter("r.npz", 2, 1)
@@ -341,14 +342,14 @@ def test_unnamed_row_number_column_is_dropped(tmp_path, name):
     first, second = tmp_path / "first.csv", tmp_path / "second.csv"
     first.write_text("\n".join([f"{name},a,y", *rows]))
     second.write_text("\n".join([f"a,{name},y", *rows]))
-    assert read_table(first, label="y").features == ("a",)
+    assert read_table(first, RecordForm(), Roles("y")).features == ("a",)
     with pytest.raises(DataError, match=r"column 2 of 3 has no name .* records\.drop"):
-        read_table(second, label="y")
+        read_table(second, RecordForm(), Roles("y"))
     if name:
         dropped = RecordForm(drop=[name])
-        assert read_table(second, dropped, "y").features == ("a",)
+        assert read_table(second, dropped, Roles("y")).features == ("a",)
     chosen = RecordForm(features=["a"])
-    assert read_table(second, chosen, "y").features == ("a",)
+    assert read_table(second, chosen, Roles("y")).features == ("a",)
 
 
 @pytest.mark.parametrize("values", ["float32", "int64"])

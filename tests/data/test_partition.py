@@ -317,7 +317,7 @@ def test_a_data_sets_test_parts_are_the_held_out_records():
         assert own.train[name].tolist() == list(range(first, first + 10, 2))
         assert own.held_out[name].tolist() == list(range(first + 1, first + 10, 2))
     # Cut down to some records, each keeps its part.
-    some = data.only(torch.arange(20) >= 4)
+    some = data.only(torch.arange(20) >= 4, None)
     cut = make_partition(some, PartitionSettings(kind="natural", held_out="own"), 2, seed=0)
     assert cut.sites(some)[0].x_held.flatten().tolist() == [5.0, 7.0, 9.0]
 

@@ -12,6 +12,7 @@ from fedpact.data.cells import Columns
 from fedpact.data.inputs import table_of
 from fedpact.data.load import from_python, load_dataset, load_site
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
+from fedpact.data.tables import Roles
 
 IDS = [[5, 3], [2, 4, 6], [7], [1, 2]]
 MASK = [[1, 1], [1, 1, 0], [1], [1, 1]]
@@ -109,7 +110,7 @@ def test_a_declared_length_pads_and_cuts(length):
 
 def test_cut_texts_are_no_numbers_in_another_unit():
     sieve = from_python(TABLE, PlanRecords(length=1), "label").sieve
-    assert any("is cut at 1 tokens" in told for told in sieve.describe(values=False))
+    assert any("is cut at 1 tokens" in told for _, told in sieve.paragraphs(values=False))
     assert sieve.mostly_clamped(0.05) == ""
 
 
@@ -213,7 +214,7 @@ def test_invalid_arrays_and_images_in_a_file_are_left_out(tmp_path, kind, bad):
     columns = {"x": [*cells, bad], "y": [*"ababa", "b"]}
     form = RecordForm(target=LabelForm())
     expected = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
-    found = table_of("here", Columns(columns), "y", form=form, shape=(3, 4, 3))
+    found = table_of("here", Columns(columns), Roles("y"), form, shape=(3, 4, 3))
     assert found.sieve.good.tolist() == [True] * 5 + [False]
     assert torch.equal(torch.from_numpy(found.x[:5]).float(), expected)
     path = tmp_path / "r.parquet"

@@ -17,7 +17,7 @@ from fedpact.data.cells import Columns
 from fedpact.data.inputs import table_of
 from fedpact.data.load import load_site
 from fedpact.data.schema import LabelForm, RecordForm
-from fedpact.data.tables import read_numbers
+from fedpact.data.tables import Roles, read_numbers
 from fedpact.data.targets import token_labels
 from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.plan import Plan
@@ -125,7 +125,7 @@ def test_a_sites_table_has_token_lists_of_any_length_and_name(make, tmp_path):
     assert own.x[:, 0].tolist() == [[5, 6, 0, 0, 0, 0], [7, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert own.y.tolist() == [[1, 0, *[-100] * 4], [1, *[-100] * 5], [0, 1, 0, 1, 0, 1]]
     form = RecordForm(length=6, target=LabelForm(kind="pixels"))
-    found = table_of("t", Columns({"words": cells, "tags": tags}), "tags", form=form)
+    found = table_of("t", Columns({"words": cells, "tags": tags}), Roles("tags"), form)
     token_labels(found, read_numbers(found, form, "int64"), form, None)
     assert found.sieve.good.tolist() == [True, True, True, False, False, False, False]
 

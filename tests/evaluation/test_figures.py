@@ -24,6 +24,7 @@ TRIES = 1500
 LEAST = 0.95 - 4.3 * math.sqrt(0.95 * 0.05 / TRIES)
 MOST = 0.95 + 4.3 * math.sqrt(0.95 * 0.05 / TRIES)
 SETTINGS = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], bins=10, loss_bound=2.0)
+FORM = SumsForm(SETTINGS, CLASSES, GROUPS)
 
 
 def sums(rng: np.random.Generator, of: dict[str, np.ndarray], sigma: float) -> Sums:
@@ -35,12 +36,11 @@ def named(found: list[Figure]) -> dict[tuple[str, str], Figure]:
     return {(figure.name, figure.about): figure for figure in found}
 
 
-def covers(exact, rng: np.random.Generator, of: dict[str, np.ndarray], *about) -> dict:
-    """How often each noisy figure's interval held the exact one. about: as `estimate_figures` takes
-    it."""
+def covers(exact, rng: np.random.Generator, of: dict[str, np.ndarray], form: SumsForm) -> dict:
+    """How often each noisy figure's interval held the exact one."""
     covered = dict.fromkeys(exact, 0)
     for _ in range(TRIES):
-        found = named(estimate_figures(sums(rng, of, 4.0), *about))
+        found = named(estimate_figures(sums(rng, of, 4.0), form))
         for key, figure in found.items():
             covered[key] += figure.low <= exact[key].value <= figure.high
     for key, count in covered.items():
@@ -55,8 +55,8 @@ def test_intervals_cover_the_exact_figures_as_often_as_stated(scale: int) -> Non
     hits = scale * np.array([[[9.0, 3], [2, 10]], [[12, 0], [5, 7]]])
     roc = scale * np.stack([np.arange(10, 0, -1), np.arange(10)]).astype(float)
     of = {"hits": hits, "loss": np.array([0.3 * hits.sum()]), "roc": roc}
-    exact = named(estimate_figures(Sums(of, dict.fromkeys(of, 0.0)), SETTINGS, CLASSES, GROUPS))
-    covered = covers(exact, rng, of, SETTINGS, CLASSES, GROUPS)
+    exact = named(estimate_figures(Sums(of, dict.fromkeys(of, 0.0)), FORM))
+    covered = covers(exact, rng, of, FORM)
     # Where nothing is cut off, a single ratio's interval is no wider than it has to be.
     if scale == 20:
         assert covered["accuracy", "all"] / TRIES < MOST
@@ -65,7 +65,7 @@ def test_intervals_cover_the_exact_figures_as_often_as_stated(scale: int) -> Non
 def test_without_noise_they_are_the_figures_themselves() -> None:
     hits = np.array([[[9.0, 3], [2, 10]], [[12, 0], [5, 7]]])
     of = {"hits": hits, "loss": np.array([0.25 * 48])}
-    found = named(estimate_figures(Sums(of, dict.fromkeys(of, 0.0)), SETTINGS, CLASSES, GROUPS))
+    found = named(estimate_figures(Sums(of, dict.fromkeys(of, 0.0)), FORM))
     assert found["accuracy", "all"].value == pytest.approx(28 / 48)
     assert found["accuracy", "class yes"].value == pytest.approx(7 / 24)
     assert found["loss", "clipped to 2"].value == pytest.approx(0.5)
@@ -101,16 +101,17 @@ def test_multiclass_rates_are_one_against_rest() -> None:
     settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
     names, of = ("x", "y", "z"), {"hits": hits, "false_positives": wrong}
     plain = Sums(of, dict.fromkeys(of, 0.0))
-    exact = named(estimate_figures(plain, settings, names, GROUPS))
+    form = SumsForm(settings, names, GROUPS)
+    exact = named(estimate_figures(plain, form))
     for (kind, g, c), rate in rates.items():
         figure = exact[f"{kind} positive rate of class {names[c]}", f"group {GROUPS[g]}"]
         assert figure.value == pytest.approx(rate) == figure.low == figure.high
     gaps = [abs(rates[k, 0, c] - rates[k, 1, c]) for k in ("true", "false") for c in range(3)]
     assert exact["equalised-odds gap", "groups"].value == pytest.approx(max(gaps))
     # Over both groups, with noise: as often within their intervals as stated.
-    covers(exact, rng, of, settings, names, GROUPS)
+    covers(exact, rng, of, form)
     # Without the false positives there is no gap of odds.
-    fewer = named(estimate_figures(Sums({"hits": hits}, {"hits": 0.0}), settings, names, GROUPS))
+    fewer = named(estimate_figures(Sums({"hits": hits}, {"hits": 0.0}), form))
     assert ("equalised-odds gap", "groups") not in fewer
     gap = fewer["gap of true positive rates", "groups"].value
     assert gap == pytest.approx(max(gaps[:3]))

@@ -8,7 +8,6 @@ import torch
 from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
 from fedpact.evaluation.metrics import (
-    Commonest,
     area,
     calibration_error,
     commonest,
@@ -85,7 +84,7 @@ def test_two_classes_are_measured_and_ten_only_where_it_is_asked():
 
 def test_commonest_class_has_most_labels_and_none_for_numbers():
     y, classes = torch.tensor([2, 0, 2, 1, 2]), ["a", "b", "c"]
-    assert commonest(y, classes) == Commonest("c", 0.6)
-    assert commonest(torch.tensor([[1, 1], [1, 0]]), classes) == Commonest("b", 0.75)
+    assert commonest(y, classes) == {"name": "c", "accuracy": 0.6}
+    assert commonest(torch.tensor([[1, 1], [1, 0]]), classes) == {"name": "b", "accuracy": 0.75}
     assert commonest(torch.rand(4), classes) is None
     assert commonest(y[:0], classes) is None

@@ -54,7 +54,7 @@ def test_released_intervals_cover_at_the_stated_level(unit: str, size: int) -> N
     for _ in range(TRIES):
         released = once.release(charge, lambda: {c: s.clone() for c, s in sums.items()}, draws)
         noisy = Sums.add([plain(released)], noise)
-        for figure in estimate_figures(noisy, settings, form.classes, form.groups, unit):
+        for figure in estimate_figures(noisy, form):
             key = figure.name, figure.about
             covered[key] += figure.low <= exact[key] <= figure.high
     assert charged == {once.event: TRIES}
@@ -92,6 +92,6 @@ def test_half_the_noise_would_be_detected() -> None:
     hits = np.array([30.0, 10, 20, 20])
     for _ in range(TRIES):
         noisy = Sums({"hits": hits + 4 * rng.standard_normal(4)}, {"hits": 2.0**2})
-        figure = estimate_figures(noisy, settings, ("no", "yes"), ("all",))[1]
+        figure = estimate_figures(noisy, SumsForm(settings, ("no", "yes")))[1]
         covered += figure.low <= 50 / 80 <= figure.high
     assert covered / TRIES < LEAST

@@ -247,12 +247,11 @@ def test_holding_out_all_records_is_reported():
 
 
 def test_beyond_k_records_of_a_person_none_is_used(study):
-    names = ["a"] * 5 + ["b"] * 2 + ["c"]
-    good = limit_records_per_person(names, 2, 0)
+    good = limit_records_per_person(torch.tensor([0] * 5 + [1] * 2 + [2]), 2, 0)
     assert [int(good[:5].sum()), int(good[5:7].sum()), bool(good[7])] == [2, 2, True]
     # Others' records, and where they lie among them, change nothing.
-    mixed = ["b", "a", "a", "c", "a", "b", "a", "d", "a"]
-    alone = limit_records_per_person(["a"] * 5, 2, 0)
+    mixed = torch.tensor([1, 0, 0, 2, 0, 1, 0, 3, 0])
+    alone = limit_records_per_person(torch.zeros(5, dtype=torch.int64), 2, 0)
     assert limit_records_per_person(mixed, 2, 0)[[1, 2, 4, 6, 8]].tolist() == alone.tolist()
     scene = SimulationSetup.of(study(privacy={"unit": "record", "person_records": 2}))
     for site in scene.sites:

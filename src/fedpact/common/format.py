@@ -5,7 +5,7 @@ What bounds a privacy loss is rounded up, never down.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import Any, Literal
 
@@ -75,6 +75,16 @@ def counted(count: float, noun: str) -> str:
     """
     several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{count:,} {noun if count == 1 else several}"
+
+
+def list_some(names: Iterable[str], most: int = 40) -> str:
+    """Return at most so many of some names, and how many more there are.
+
+    >>> list_some(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    every = list(names)
+    return ", ".join(every[:most]) + f" and {len(every) - most:,} more" * (len(every) > most)
 
 
 def percent(value: float | None) -> str:

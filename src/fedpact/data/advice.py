@@ -19,8 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fedpact.common.format import toml, toml_key
-from fedpact.data.cells import list_some
+from fedpact.common.format import list_some, toml, toml_key
 from fedpact.data.schema import Column, RecordForm, ValueRange, rescale
 
 _WIDE: Final = 10.0

@@ -24,15 +24,10 @@ import numpy as np
 from torch import Tensor
 
 from fedpact.common.errors import DataError
+from fedpact.common.format import list_some
 from fedpact.data.dataset import CONTROL
 
 Cells = Sequence[Any]
-
-_ARROW: Final = {
-    *("bool", "float", "double", "halffloat", "int8", "int16", "int32", "int64"),
-    *("uint8", "uint16", "uint32", "uint64"),
-}
-"""What has a number's form in NumPy, and no other: nanoseconds since 1970 are no feature."""
 
 _NARROW: Final = {
     "float16": np.float16,
@@ -84,13 +79,17 @@ class NumberCells(Sequence[Any]):
 def arrow_cells(column: Any) -> Cells:
     """Return the cells of an Arrow Array or ChunkedArray; None for unreadable ones."""
     import pyarrow
+    from pyarrow import types
+
+    def is_number(kind: Any) -> bool:
+        # Not what NumPy may take for one: nanoseconds since 1970 are no feature.
+        return types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
 
     if not isinstance(column, pyarrow.ChunkedArray):
         column = pyarrow.chunked_array([column])
-    kept = getattr(column.type, "value_type", None)
-    if pyarrow.types.is_dictionary(column.type) and str(kept) in _ARROW:
-        column = column.cast(kept)
-    if str(column.type) not in _ARROW:
+    if types.is_dictionary(column.type) and is_number(column.type.value_type):
+        column = column.cast(column.type.value_type)
+    if not is_number(column.type):
         return [_arrow_cell(one) for one in column]
     missing = column.is_null().to_numpy()
     if column.null_count:
@@ -223,8 +222,6 @@ def to_numbers(cells: Cells) -> np.ndarray:
 
 SUFFIXES: Final = (".csv", ".parquet", ".npz")
 
-_NAMED: Final = 40  # columns, in an error
-
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -268,7 +265,7 @@ def check_suffix(path: Path) -> None:
         )
 
 
-def _conversion(path: Path, reader: str = "read_csv", more: str = "", **options: Any) -> str:
+def _conversion(path: Path, reader: str, more: str = "", **options: Any) -> str:
     """Return a command that converts a table to a supported format."""
     given = "".join(f", {key}={value!r}" for key, value in options.items())
     target = str(path.with_suffix(".utf8.csv" if path.suffix == ".csv" else ".csv"))
@@ -276,12 +273,6 @@ def _conversion(path: Path, reader: str = "read_csv", more: str = "", **options:
         f'python -c "import pandas; pandas.{reader}({str(path)!r}{given}){more}'
         f'.to_csv({target!r}, index=False)"'
     )
-
-
-def list_some(columns: Iterable[str], most: int = _NAMED) -> str:
-    """Return names of columns, at most the first `most`."""
-    names = list(columns)
-    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" * (len(names) > most))
 
 
 def _missing(path: Path) -> DataError:

@@ -21,8 +21,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedpact.common.errors import DataError, nearest
-from fedpact.common.format import toml, toml_key
-from fedpact.data.cells import Cells, NumberCells, find_named, list_some, to_numbers
+from fedpact.common.format import list_some, toml, toml_key
+from fedpact.data.cells import Cells, NumberCells, find_named, to_numbers
 
 _ALIKE: Final = 0.6
 """Names whose difflib ratio is at least this, its own default, may mean one column."""

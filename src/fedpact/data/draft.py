@@ -13,14 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from fedpact.common.format import counted, number, percent, toml, toml_key
-from fedpact.data.cells import (
-    alike_names,
-    list_some,
-    read_columns,
-    read_npz,
-    text_of,
-)
+from fedpact.common.format import counted, list_some, number, percent, toml, toml_key
+from fedpact.data.cells import alike_names, read_columns, read_npz, text_of
 from fedpact.data.schema import RecordForm
 from fedpact.data.summary import (
     ColumnCells,

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as Items
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import counted
+from fedpact.common.format import counted, list_some
 from fedpact.common.params import TOKENS
 from fedpact.data.cells import (
     SUFFIXES,
@@ -33,20 +33,18 @@ from fedpact.data.cells import (
     NumberCells,
     cells_of,
     index_of,
-    list_some,
     read_columns,
     read_npz,
 )
 from fedpact.data.dataset import RecordFilter
 from fedpact.data.schema import RecordForm
-from fedpact.data.tables import Table, array_of, describe_value, of_arrays
+from fedpact.data.tables import Roles, Table, array_of, describe_value, of_arrays
 from fedpact.data.tokens import is_next_token, is_tokens, token_columns
 
 _KINDS: Final = (
     "expected a path, a name, a pair (x, y) of arrays, a DataFrame or another table with label = "
     "..., a data set of Hugging Face, or a torch Dataset of pairs (x, y)"
 )
-_ANY: Final = RecordForm()
 _AT_A_SITE: Final = "; a deployed site's owner names it as label in site.toml"
 _INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
 """What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
@@ -55,10 +53,8 @@ _logger = logging.getLogger("fedpact")
 
 def read_table(
     data: Any,
-    form: RecordForm = _ANY,
-    label: str | None = None,
-    site: str | None = None,
-    person: str | None = None,
+    form: RecordForm,
+    roles: Roles,
     *,
     origin: str = "data",
     shape: tuple[int, ...] | None = None,
@@ -67,11 +63,11 @@ def read_table(
 ) -> Table:
     """Read a file, by its path, or an object passed in from Python.
 
-    label, site, person: columns of a table. origin: the name of an object's records in errors.
-    shape: of a record, if it is known; in a labelled table records of another are left out.
-    labelled: whether there must be labels; if not, missing columns of a table are ignored. convert:
-    (origin, a table's columns) -> those by the declared names. Raises DataError: an object of
-    another kind (see the module), or one that does not match the declaration.
+    roles: of a table. origin: the name of an object's records in errors. shape: of a record, if it
+    is known; in a labelled table records of another are left out. labelled: whether there must be
+    labels; if not, missing columns of a table are ignored. convert: (origin, a table's columns) ->
+    those by the declared names. Raises DataError: an object of another kind (see the module), or
+    one that does not match the declaration.
     """
     path = Path(data) if isinstance(data, str | Path) else None
     if path is not None and path.suffix.lower() == ".npz":
@@ -83,11 +79,10 @@ def read_table(
         origin = origin if path is None else f"data file {path}"
         if convert is not None:
             columns = replace(columns, cells=convert(origin, columns.cells))
-        roles = label, site, person
-        return table_of(origin, columns, *roles, form, shape=shape, labelled=labelled)
-    if labelled and (label or site or person):
+        return table_of(origin, columns, roles, form, shape=shape, labelled=labelled)
+    if labelled and any(roles):
         raise DataError(
-            f"label = {label!r}, site = {site!r}, person = {person!r} with "
+            f"label = {roles.label!r}, site = {roles.site!r}, person = {roles.person!r} with "
             f"{describe_value(data)}: only a table has columns to name; pass a table, such as "
             "pandas.DataFrame([data[i] for i in range(len(data))]) of rows, or leave them out"
         )
@@ -98,7 +93,7 @@ def read_table(
 def read_declared(
     data: Any,
     form: RecordForm,
-    roles: Sequence[str | None],
+    roles: Roles,
     shape: tuple[int, ...],
     features: Sequence[str],
     *,
@@ -107,12 +102,12 @@ def read_declared(
 ) -> tuple[Table, RecordForm]:
     """Return records whose shape is known, by `read_table`, and the form to read their numbers by.
 
-    roles: label, site and person. features: a table's columns in the order of a record's numbers,
-    which arrays have, too; () if unknown. See `check_shape` for whether they are of that shape.
+    features: a table's columns in the order of a record's numbers, which arrays have, too; () if
+    unknown. See `check_shape` for whether they are of that shape.
     """
     of_table = form.choosing(features) if features else form
     told: Any = {"origin": "records", "shape": shape, "labelled": labelled, "convert": convert}
-    table = read_table(data, of_table, *roles, **told)
+    table = read_table(data, of_table, roles, **told)
     if is_tokens(table.features):
         return table, of_table.model_copy(update={"length": shape[-1]})
     return table, form.by_place(features) if features and not table.features else of_table
@@ -142,10 +137,8 @@ def choose_features(
 def table_of(
     origin: str,
     found: Columns,
-    label: str | None,
-    site: str | None = None,
-    person: str | None = None,
-    form: RecordForm = _ANY,
+    roles: Roles,
+    form: RecordForm,
     *,
     shape: tuple[int, ...] | None = None,
     labelled: bool = True,
@@ -154,11 +147,10 @@ def table_of(
 
     form: selects the features. Raises DataError: a missing column; for the rest see `read_table`.
     """
-    columns = found.cells
-    roles = {"label": label, "site": site, "person": person}
+    columns, by_role = found.cells, roles._asdict()
     if not labelled:
-        roles = {role: column if column in columns else None for role, column in roles.items()}
-    for role, column in roles.items():
+        by_role = {role: column if column in columns else None for role, column in by_role.items()}
+    for role, column in by_role.items():
         optional = role != "label" or not labelled
         if column not in columns and not (optional and column is None):
             raise DataError(
@@ -166,11 +158,11 @@ def table_of(
                 f"{list_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
                 "where a command has it" + _AT_A_SITE * (role == "label")
             )
-    named = {role: column for role, column in roles.items() if column is not None}
-    others = [column for column in roles.values() if not is_next_token(column)]
+    named = {role: column for role, column in by_role.items() if column is not None}
+    others = [column for column in by_role.values() if not is_next_token(column)]
     among = choose_features(columns, form, others)
     rows = token_columns(columns, among, form.length)
-    _warn_of_lists(origin, columns, rows, {*among} - {*roles.values()})
+    _warn_of_lists(origin, columns, rows, {*among} - {*by_role.values()})
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         known = {*columns, *rows} - {*others}
         if odd := [c for c in names if c not in known]:
@@ -180,20 +172,20 @@ def table_of(
                 "features anyway; correct the names, or take them out"
             )
     unused = {*found.index, *_numbering(origin, list(columns), form)}
-    chosen = choose_features(columns, form, roles.values())
+    chosen = choose_features(columns, form, by_role.values())
     features = [c for c in chosen if form.features is not None or c not in unused]
     if not (rows or features) or len({*named.values()}) < len(named):
         raise DataError(
-            f"{origin}: label column {label!r}, site column {site!r} and person column "
-            f"{person!r} leave {len(features)} feature columns of {len(columns)}: expected "
+            f"{origin}: label column {roles.label!r}, site column {roles.site!r} and person column "
+            f"{roles.person!r} leave {len(features)} feature columns of {len(columns)}: expected "
             "different columns and at least one more"
         )
     x = rows or {name: columns[name] for name in features}
     sieve = RecordFilter(origin, len(next(iter(x.values()))), 1)
     for row, why in found.broken.items():
         sieve.leave_out(row, "", why)
-    y, *names = (None if name is None else columns[name] for name in roles.values())
-    titles = found.titles.get(str(roles["label"]))
+    y, *names = (None if name is None else columns[name] for name in by_role.values())
+    titles = found.titles.get(str(by_role["label"]))
     if y is not None and titles:
         y = [titles[int(cell)] if cell in range(len(titles)) else None for cell in y]
     table = Table(sieve, x, y, *names, roles=named, titles=titles, labels="names")

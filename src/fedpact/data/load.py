@@ -14,14 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from fedpact.common.errors import DataError, nearest
-from fedpact.common.format import counted
 from fedpact.common.user_code import is_handed
 from fedpact.data import public, targets
 from fedpact.data.cells import SUFFIXES, check_suffix, read_npz
@@ -30,6 +28,7 @@ from fedpact.data.dataset import Dataset, RecordFilter, left_out_error, with_col
 from fedpact.data.inputs import check_shape, check_together, columns_of, read_declared, read_table
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 from fedpact.data.tables import (
+    Roles,
     Table,
     check_columns,
     describe_value,
@@ -56,7 +55,6 @@ _WITH_TEST = "+test"
 _ANY: Final = RecordForm()
 _logger = logging.getLogger("fedpact")
 _WHOLE: Final = (np.dtype(np.int64), np.dtype(np.int32))
-_SAME: Final[Mapping[str, FileColumn]] = MappingProxyType({})
 
 
 def load_dataset(
@@ -91,7 +89,7 @@ def load_dataset(
         )
     suffix = Path(name).suffix.lower()
     if suffix in (".csv", ".parquet"):
-        table = read_table(Path(name), form, label, site, person)
+        table = read_table(Path(name), form, Roles(label, site, person))
         return dataset_of(name, [table], classes, form)
     check_suffix(Path(name))
     if name not in NAMES and Path(name).is_dir():
@@ -138,7 +136,6 @@ def _with_test(data: Dataset) -> Dataset:
         x=torch.cat([data.x, data.x_test]),
         y=torch.cat([data.y, data.y_test]),
         classes=data.classes,
-        description=f"{data.description}; the public test set's records among the others",
     )
 
 
@@ -186,6 +183,12 @@ def dataset_of(
     records of a deployed site, all of which may be left out, and no value of which is told; None
     for a simulation's. Raises DataError: no record is left, or invalid labels.
     """
+
+    def check_left() -> None:
+        for table in tables:
+            if not (at_site or table.sieve.good.any()):
+                raise left_out_error(table.sieve)
+
     values = at_site
     if values is None:
         values = "int64" if form.vocabulary else "float32"
@@ -193,13 +196,11 @@ def dataset_of(
             warn_of_channels(name, tables[0].x)
             values = "int64" if tables[0].x.dtype in _WHOLE else values
     xs = [read_numbers(table, form, values) for table in tables]
-    if not at_site:
-        _check_left(tables)
+    check_left()
     tables = [
         targets.token_labels(table, x, form, classes) for table, x in zip(tables, xs, strict=True)
     ]
-    if not at_site:
-        _check_left(tables)
+    check_left()
     main, sieve = tables[0], tables[0].sieve
     if classes is None and is_next_token(main.roles.get("label"), form.target.next):
         if not form.vocabulary:
@@ -218,8 +219,7 @@ def dataset_of(
     person = None
     if main.person is not None:
         person = targets.persons_of(main.person, sieve, main.roles.get("person", "person"))
-    if not at_site:
-        _check_left(tables)
+    check_left()
     for table in tables:
         table.sieve.warn(values=not at_site)
     parts = [
@@ -227,7 +227,6 @@ def dataset_of(
         for table, x, y in zip(tables, xs, ys, strict=True)
     ]
     kept = sieve.good.nonzero()[0]
-    told = ", ".join(main.features) or counted(len(kept), "record")
     found = Dataset(
         name,
         *parts[0],
@@ -238,18 +237,11 @@ def dataset_of(
         features=main.features,
         rows=torch.from_numpy(kept + sieve.first),
         column=main.column,
-        description=f"{name}: {told} as given",
         sieve=sieve,
         next=form.target.next,
     )
     object.__setattr__(found, "form", form)
     return found if main.features else with_columns(found, form)
-
-
-def _check_left(tables: Sequence[Table]) -> None:
-    for table in tables:
-        if not table.sieve.good.any():
-            raise left_out_error(table.sieve)
 
 
 def load_site(
@@ -261,7 +253,7 @@ def load_site(
     form: RecordForm,
     person: str | None = None,
     features: tuple[str, ...] = (),
-    sources: Mapping[str, FileColumn] = _SAME,
+    sources: Mapping[str, FileColumn] = {},
 ) -> tuple[Dataset, RecordFilter]:
     """Return the records x [n, *shape], y [n] of a site's own file, and which are left out.
 
@@ -288,7 +280,7 @@ def load_site(
     if values == "int64" and len(shape) == 2:
         # Tokens, of one length, however long the longest of them is.
         form = form.model_copy(update={"length": shape[-1]})
-    roles = label, None, person
+    roles = Roles(label, person=person)
     table, form = read_declared(path, form, roles, shape, features, convert=convert)
     whose = table.person if person == table.roles.get("person", "person") else None
     if person is not None and whose is None:
@@ -378,7 +370,7 @@ def from_python(
         test = _test_of(data) if test is None else test
         return from_python(data["train"], records, label, site, person, test, target)
     check_together(data)
-    main = read_table(data, form, label, site, person)
+    main = read_table(data, form, Roles(label, site, person))
     main.sieve.origin = name = "table" if main.labels == "names" else "arrays"
     if test is None or main.features or main.column or isinstance(test, str | Path):
         found = dataset_of(name, [main], records.classes, form)
@@ -387,7 +379,7 @@ def from_python(
         raise DataError(
             f"test is {describe_value(test)} beside records (x, y): expected a pair, too"
         )
-    tables = [main, read_table(test, form, origin="test")]
+    tables = [main, read_table(test, form, Roles(), origin="test")]
     return dataset_of(name, tables, records.classes, form)
 
 
@@ -410,7 +402,7 @@ def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) ->
         raise DataError(
             f"test is {describe_value(test)} beside data {found.name}: expected {table}"
         )
-    table = read_table(test, own if label else form, label, origin="the test table")
+    table = read_table(test, own if label else form, Roles(label), origin="the test table")
     beside = dataset_of("test", [table], found.classes, own)
     return replace(found, x_test=beside.x, y_test=beside.y)
 
@@ -456,8 +448,8 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
         form=form,
     )
     sieve = max(filter(None, (data.sieve, found.sieve)), key=lambda one: one.left_out)
-    kept = {key: getattr(data, key) for key in ("description", "features", "column", "next")}
     held = None if data.held is None else data.held[found.numbers]
+    kept = {"features": data.features, "column": data.column, "next": data.next}
     return replace(found, **kept, held=held, sieve=sieve)
 
 

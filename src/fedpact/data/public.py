@@ -55,7 +55,7 @@ from fedpact.data.download import SOURCES, Arrays, Source, load_cached, read_ver
 from fedpact.data.inputs import table_of
 from fedpact.data.schema import RecordForm
 from fedpact.data.splits import power_law_sizes
-from fedpact.data.tables import Table
+from fedpact.data.tables import Roles, Table
 
 CLASSES = ("<=50K", ">50K")
 
@@ -83,7 +83,7 @@ def adult_tables(form: RecordForm) -> list[Table]:
         kept = {n: some for n, some in zip(_COLUMNS, cells, strict=True) if n not in _LEFT_OUT}
         # The labels of the test records end with a full stop.
         kept["income"] = tuple(label.removesuffix(".") for label in kept["income"])
-        tables.append(table_of("data set adult", Columns(kept), "income", form=form))
+        tables.append(table_of("data set adult", Columns(kept), Roles("income"), form))
     return tables
 
 
@@ -121,8 +121,7 @@ def load_heart() -> Dataset:
     Features: the six of _RANGES in -1..1, three binary, then the one-hot codes of cp, restecg,
     slope and thal. Label 1: disease, num > 0. Raises DataError: a file is missing or damaged.
     """
-    told = "missing values and ranges by the constants declared in data/public.py"
-    return _heart("heart_disease", _hospitals(), _RANGES, 0, told)
+    return _heart("heart_disease", _hospitals(), _RANGES, 0)
 
 
 def load_flamby() -> Dataset:
@@ -137,8 +136,7 @@ def load_flamby() -> Dataset:
         left = {n: some for n, some in columns.items() if n not in ("slope", "ca", "thal")}
         whole = ~np.isnan(np.stack([*left.values()])).any(0)
         tables[site] = {name: some[whole] for name, some in left.items()}
-    told = "FLamby's columns, records and test parts; ranges declared in data/public.py"
-    found = _heart("heart_disease_flamby", tables, _FLAMBY_RANGES, 1, told)
+    found = _heart("heart_disease_flamby", tables, _FLAMBY_RANGES, 1)
     split = json.loads(Path(__file__).with_name("heart_split.json").read_text(encoding="utf-8"))
     held = [np.isin(np.arange(len(c["num"])), split[site]) for site, c in tables.items()]
     return replace(found, held=torch.from_numpy(np.concatenate(held)))
@@ -159,11 +157,7 @@ def _columns(text: str) -> _Columns:
 
 
 def _heart(
-    name: str,
-    tables: dict[str, _Columns],
-    ranges: dict[str, tuple[int, int]],
-    first: int,
-    told: str,
+    name: str, tables: dict[str, _Columns], ranges: dict[str, tuple[int, int]], first: int
 ) -> Dataset:
     features = {site: _features(columns, ranges, first) for site, columns in tables.items()}
     x = [np.stack([*columns.values()], axis=1) for columns in features.values()]
@@ -175,7 +169,6 @@ def _heart(
         classes=("healthy", "disease"),
         site=tuple(site for site, rows in zip(tables, y, strict=True) for _ in rows),
         features=tuple(next(iter(features.values()))),
-        description=f"UCI Heart Disease, 4 hospitals; {told}",
     )
 
 
@@ -201,17 +194,11 @@ def _features(columns: _Columns, ranges: dict[str, tuple[int, int]], first: int)
 _DIGITS = tuple("0123456789")
 _CLOTHES = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 _OBJECTS = "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck"
-# Title, classes, and each channel's mean and standard deviation over pixels in 0..1, as published.
+# Classes, and each channel's mean and standard deviation over pixels in 0..1, as published.
 _IMAGES = {
-    "mnist": ("MNIST, handwritten digits 28x28", _DIGITS, (0.1307,), (0.3081,)),
-    "fashion_mnist": (
-        "Fashion-MNIST, clothing 28x28",
-        tuple(_CLOTHES.split(",")),
-        (0.2860,),
-        (0.3530,),
-    ),
+    "mnist": (_DIGITS, (0.1307,), (0.3081,)),
+    "fashion_mnist": (tuple(_CLOTHES.split(",")), (0.2860,), (0.3530,)),
     "cifar10": (
-        "CIFAR-10, natural images 3x32x32",
         tuple(_OBJECTS.split(",")),
         (0.4914, 0.4822, 0.4465),
         (0.2470, 0.2435, 0.2616),
@@ -224,7 +211,7 @@ def load_images(name: str) -> Dataset:
 
     Each channel is (pixel / 255 - mean) / std. Raises DataError where a file is missing or damaged.
     """
-    title, classes, *constants = _IMAGES[name]
+    classes, *constants = _IMAGES[name]
     mean, std = (torch.tensor(c).view(-1, 1, 1) for c in constants)
     arrays = load_cached(SOURCES[name], _decode_cifar if name == "cifar10" else _decode_idx)
 
@@ -233,8 +220,7 @@ def load_images(name: str) -> Dataset:
         x = torch.from_numpy(pixels).div_(255).sub_(mean).div_(std)
         return x, torch.from_numpy(labels)
 
-    told = "pixels / 255, then mean {}, standard deviation {} (published)".format(*constants)
-    return Dataset(name, *read(""), classes, *read("_test"), description=f"{title}; {told}")
+    return Dataset(name, *read(""), classes, *read("_test"))
 
 
 def load_digits() -> Dataset:
@@ -255,7 +241,6 @@ def load_digits() -> Dataset:
         classes=_DIGITS,
         x_test=x[test],
         y_test=y[test],
-        description="UCI's digits 8x8; pixels / 16; every fifth record of a class tests",
     )
 
 
@@ -382,15 +367,12 @@ class Synthetic:
             x.append(stored)
             y.append((stored.astype(np.float64) @ device.w.T + device.b).argmax(1))
             site += [f"device-{k:0{width}}"] * int(size)
-        law = "one law for all" if self.iid else f"α = {self.alpha:g}, β = {self.beta:g}"
         return Dataset(
             name=name,
             x=torch.from_numpy(np.concatenate(x)),
             y=torch.from_numpy(np.concatenate(y).astype(np.int64)),
             classes=tuple(map(str, range(SYNTHETIC_CLASSES))),
             site=tuple(site),
-            description=f"synthetic records of {self.sites} devices, {law}, made from seed "
-            f"{self.seed}; {FEATURES} features as drawn",
         )
 
     def _device(self, draws: Generator) -> Device:
@@ -465,5 +447,4 @@ def of_roles(said: dict[str, str], least: int = _SHAKESPEARE_LEAST) -> Dataset:
         y=pieces[:, LENGTH].contiguous(),
         classes=tuple(map(repr, CHARACTERS)),
         site=tuple(sites),
-        description=f"Shakespeare's plays, {len(set(sites))} roles; the next of 65 characters",
     )

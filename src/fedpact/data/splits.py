@@ -274,18 +274,17 @@ def of_others(person: Sequence[str] | None, test: np.ndarray, train: np.ndarray)
     return test[np.array([person[i] not in known for i in test.tolist()], bool)]
 
 
-def limit_records_per_person(
-    person: Sequence[str] | Sequence[int], most: int, seed: int
-) -> np.ndarray:
+def limit_records_per_person(persons: Tensor, most: int, seed: int) -> Tensor:
     """Return which records are used where a person may have at most `most` of them, bool [n].
 
-    A person with more keeps those at some places among their own, by a digest of seed and place.
-    It depends neither on other persons' records nor on any value.
+    persons: each record's, int64 [n]. A person with more keeps those at some places among their
+    own, by a digest of seed and place. It depends neither on other persons' records nor on any
+    value.
     """
-    places: dict[str | int, list[int]] = {}
-    for i, name in enumerate(person):
-        places.setdefault(name, []).append(i)
-    good = np.ones(len(person), bool)
+    places: dict[int, list[int]] = {}
+    for i, person in enumerate(persons.tolist()):
+        places.setdefault(person, []).append(i)
+    good = torch.ones(len(persons), dtype=torch.bool)
     for own in places.values():
         if len(own) > most:
             order = sorted(range(len(own)), key=lambda k: _drawn(seed, "kept", str(k)))

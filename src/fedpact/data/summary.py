@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedpact.common.format import number, percent
+from fedpact.common.format import list_some, number, percent
 from fedpact.data.cells import Cells, NumberCells, find_named, is_blank, text_of, to_numbers
 from fedpact.data.schema import Column, RecordForm, ValueRange
 
@@ -88,7 +88,8 @@ class ColumnCells:
     def of(name: str, cells: Cells | np.ndarray) -> "ColumnCells":
         """Read the cells [n] of a column."""
         if isinstance(cells, np.ndarray):
-            cells = _cells_of_array(cells)
+            text, missing = cells.dtype.kind == "U", np.zeros(len(cells), bool)
+            return ColumnCells.of(name, cells.tolist() if text else NumberCells(cells, missing))
         x = to_numbers(cells)
         if isinstance(cells, NumberCells):
             return ColumnCells(name, cells, x, np.isnan(x), {})
@@ -279,12 +280,6 @@ def _find_code(x: np.ndarray) -> float | None:
     return None
 
 
-def _cells_of_array(values: np.ndarray) -> Cells:
-    if values.dtype.kind == "U":
-        return values.tolist()
-    return NumberCells(values, np.zeros(len(values), bool))
-
-
 def _beside(found: ColumnCells, own: ValueRange, kind: str) -> tuple[np.ndarray, str]:
     """Return the mask of cells that do not match the declaration, bool [n], and a remark."""
     if isinstance(own, Column) and own.categories is not None:
@@ -337,10 +332,9 @@ def _beside_categories(found: ColumnCells, own: Column) -> tuple[np.ndarray, str
     odd = Counter(text_of(found.cells[row]) for row in unknown.nonzero()[0].tolist())
     if not odd:
         return unknown, ""
-    few = ", ".join(f"{text!r} ({count})" for text, count in odd.most_common(_SHOWN))
-    more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+    few = list_some((f"{text!r} ({count})" for text, count in odd.most_common()), _SHOWN)
     counted = "" if own.other is None else f", which count as {own.other!r}"
-    return unknown, f"not declared: {few}{more}{counted}: other words?"
+    return unknown, f"not declared: {few}{counted}: other words?"
 
 
 def count_classes(y: Any, classes: Sequence[str]) -> dict[str, int]:

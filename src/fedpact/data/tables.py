@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ from fedpact.data.tokens import is_tokens, read_tokens
 
 _logger = logging.getLogger("fedpact")
 _LARGEST: Final = 2**53  # whole numbers from here on are rounded by floats
+
+
+class Roles(NamedTuple):
+    """The columns of a table that are no features; None for none."""
+
+    label: str | None = None
+    site: str | None = None
+    person: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,17 +257,15 @@ def of_arrays(
     least: the smallest number of records. Raises DataError: not arrays, or shapes that do not match
     each other or the declaration.
     """
-    x, given = array_of(origin, "x" + end, x), y
-    if given is not None:
-        y = labels_of(origin, "y" + end, given, form.target.kind, x.ndim)
-        check_shapes(origin, end, x, y, least=least, kind=form.target.kind)
+    x = array_of(origin, "x" + end, x)
+    if y is not None:
+        y = labels_of(origin, "y" + end, y, form.target.kind, x.ndim)
+        _check_shapes(origin, end, x, y, least, form.target.kind)
     site, person = (
         v if v is None or isinstance(v, np.ndarray) else cells_of(v) for v in (site, person)
     )
-    sieve, labels = (
-        RecordFilter(origin, x.shape[0] if x.ndim else 0),
-        None if titles is None else "numbers",
-    )
+    sieve = RecordFilter(origin, x.shape[0] if x.ndim else 0)
+    labels = None if titles is None else "numbers"
     return Table(sieve, x, y, site, person, titles=titles, labels=labels)
 
 
@@ -336,9 +342,7 @@ def warn_of_channels(name: str, x: np.ndarray) -> None:
 _AXES: Final = {"class": 1, "number": 1, "several": 2, "pixels": None}
 
 
-def check_shapes(
-    name: str, end: str, x: np.ndarray, y: np.ndarray, *, least: int = 1, kind: str = "class"
-) -> None:
+def _check_shapes(name: str, end: str, x: np.ndarray, y: np.ndarray, least: int, kind: str) -> None:
     """Raise DataError unless x is [n, ...], y has a target's shape, and n >= least."""
     axes = _AXES[kind]
     if kind != "class" and (y.dtype.kind not in "biuf" or y.ndim != (axes or max(y.ndim, 2))):

@@ -24,10 +24,11 @@ import numpy as np
 from torch import Tensor
 
 from fedpact.common.errors import DataError
+from fedpact.common.format import list_some
 from fedpact.common.losses import UNLABELLED
 from fedpact.common.params import TOKENS
 from fedpact.data import cells
-from fedpact.data.cells import Cells, NumberCells, is_blank, list_some, text_of
+from fedpact.data.cells import Cells, NumberCells, is_blank, text_of
 from fedpact.data.dataset import BEYOND_LABELS, NO_NUMBER, NO_PLACE_LABELLED, RecordFilter
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.tables import Table
@@ -342,8 +343,7 @@ def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.nd
             f"{sieve.origin}: y has shape {labels.shape}, and there are {len(classes)} labels, "
             f"{', '.join(map(str, classes))}: expected [n, {len(classes)}], 0 or 1 of each"
         )
-    found = labels
-    flat = found.reshape(len(found), math.prod(found.shape[1:]))
+    flat = labels.reshape(len(labels), math.prod(labels.shape[1:]))
     most = 1 if kind == "several" else len(classes) - 1
     with np.errstate(invalid="ignore"):
         good = (flat >= 0) & (flat <= most) & (flat == np.rint(flat))
@@ -355,7 +355,7 @@ def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.nd
     if kind == "pixels":  # whose loss would be 0 and count
         for row in np.flatnonzero((flat == UNLABELLED).all(1)).tolist():
             sieve.leave_out(row, column, NO_PLACE_LABELLED)
-    kept = np.where(good.reshape(found.shape), found, 0)
+    kept = np.where(good.reshape(labels.shape), labels, 0)
     return kept.astype(np.float32 if kind == "several" else np.int64)
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
@@ -197,6 +196,6 @@ def limit_per_person(
     numbers = number_persons(persons, places.numpy())
     most = plan.privacy.person_records
     if numbers is not None and most is not None:
-        kept = torch.from_numpy(limit_records_per_person(numbers.tolist(), most, plan.seed))
+        kept = limit_records_per_person(numbers, most, plan.seed)
         places, numbers = places[kept], numbers[kept]
     return places, numbers if plan.privacy.unit == "person" else None

@@ -73,16 +73,15 @@ class Grouping(BaseModel):
         """
         places = list(features) or [str(place) for place in range(width)]
         own = form.columns.get(name)
-        categories = own.categories if own is not None else None
-        if name not in places or categories is None or len(categories) < 2:
+        if name not in places or own is None or len(own.categories or ()) < 2:
             raise PlanError(
                 f'evaluation.groups = "{name}": expected a column of the records with at least two '
                 f"declared categories, as [records.columns.{toml_key(name)}] categories = "
                 f'["a", "b"]; the columns are {", ".join(places[:20])}'
             )
-        texts = isinstance(categories[0], str)
-        values = tuple(float(i if texts else c) for i, c in enumerate(categories))
-        return Grouping(column=places.index(name), values=values, names=tuple(map(str, categories)))
+        names, numbers = map(str, own.categories or ()), own.as_numbers().categories or ()
+        values = tuple(float(number) for number in numbers)
+        return Grouping(column=places.index(name), values=values, names=tuple(names))
 
 
 def name_reservation(run: str) -> str:

@@ -29,7 +29,6 @@ from fedpact.common.records import RoundRecord, SumsBySite
 from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.privacy.accounting.accountant import epsilon
-from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 
 # The factor by which noise on a grid may be larger (common.randomness.secure).
 _GRID: Final = 1 + 2.0**-10
@@ -37,6 +36,8 @@ _GRID: Final = 1 + 2.0**-10
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 _Interval = tuple[float, float, float]
 """A value, and the ends of its interval."""
+_Released = Sequence[Mapping[str, Sequence[float]]]
+"""Each site's sums, flat, by channel."""
 
 
 @dataclass(frozen=True)
@@ -66,61 +67,51 @@ class Sums:
     noise: Mapping[str, float]
 
     @staticmethod
-    def add(each: Sequence[Mapping[str, Sequence[float]]], noise: Mapping[str, float]) -> "Sums":
+    def add(each: _Released, noise: Mapping[str, float]) -> "Sums":
         """Add the releases of at least one site. noise: the deviation in each, by channel."""
         of = {c: np.sum([np.asarray(s[c], np.float64) for s in each], axis=0) for c in each[0]}
         return Sums(of, {c: len(each) * (noise[c] * _GRID) ** 2 for c in of})
 
 
-def estimate_figures(
-    sums: Sums,
-    settings: EvaluationSettings,
-    classes: Sequence[str],
-    groups: Sequence[str],
-    unit: str = "record",
-) -> list[Figure]:
-    """Return the figures of these sums, each with its interval at settings.level.
-
-    unit: what the sums count, "record" or "person".
+def estimate_figures(sums: Sums, form: SumsForm) -> list[Figure]:
+    """Return the figures of these sums, each with its interval at the settings' level.
 
     Without noise an interval is just the value, except for the ROC area, whose bins hide the order.
     """
-    found = list[Figure]()
-    shape = len(groups), len(classes), 2
+    found, level, classes = list[Figure](), form.settings.level, form.classes
+    shape = len(form.groups), len(classes), 2
     if "hits" in sums.of:
         hits, noise = sums.of["hits"].reshape(shape), sums.noise["hits"]
-        found += _accuracies(hits, noise, settings.level, classes, f"{unit}s")
+        found += _accuracies(hits, noise, form)
         counts = _Counts(hits, noise)
         if "false_positives" in sums.of:
             said = sums.of["false_positives"].reshape(shape[:2])
             counts = _Counts(hits, noise, said, sums.noise["false_positives"])
             for c, name in enumerate(classes):
-                rate = counts.together.false_positives(0, c, settings.level)
+                rate = counts.together.false_positives(0, c, level)
                 found.append(Figure("false positive rate", f"class {name}", *rate))
-        if len(groups) > 1:
-            found += _of_groups(counts, settings.level, classes, groups)
+        if len(form.groups) > 1:
+            found += _of_groups(counts, form)
     if "roc" in sums.of:
-        area = roc_area(sums.of["roc"].reshape(2, -1), sums.noise["roc"], settings.level)
+        area = roc_area(sums.of["roc"].reshape(2, -1), sums.noise["roc"], level)
         found.append(Figure("roc area", "all", *area))
     if "loss" in sums.of and "hits" in sums.of:
-        found.append(_loss(sums, settings))
+        found.append(_loss(sums, form.settings))
     return found
 
 
-def _accuracies(
-    hits: _Array, noise: float, level: float, classes: Sequence[str], units: str
-) -> list[Figure]:
+def _accuracies(hits: _Array, noise: float, form: SumsForm) -> list[Figure]:
     """The number of records (or persons), accuracy, and accuracy by class, over all groups."""
-    table, each, count = hits.sum(0), noise * len(hits), float(hits.sum())
+    level, each, count = form.settings.level, noise * len(hits), float(hits.sum())
     deviation = _z(level) * math.sqrt(noise * hits.size)
-    return [
-        Figure(units, "all", count, max(0.0, count - deviation), max(0.0, count + deviation)),
-        Figure("accuracy", "all", *_share(table, each, level)),
-        *(
-            Figure("accuracy", f"class {name}", *_share(row[None], each, level))
-            for name, row in zip(classes, table, strict=True)
-        ),
+    ends = max(0.0, count - deviation), max(0.0, count + deviation)
+    found = [
+        Figure(f"{form.unit}s", "all", count, *ends),
+        Figure("accuracy", "all", *_share(hits.sum(0), each, level)),
     ]
+    for name, row in zip(form.classes, hits.sum(0), strict=True):
+        found.append(Figure("accuracy", f"class {name}", *_share(row[None], each, level)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -165,26 +156,24 @@ class _Counts:
         return estimate_ratio(float(self.said[group, c]), float(others.sum()), variance, level)
 
 
-def _of_groups(
-    counts: _Counts, level: float, classes: Sequence[str], groups: Sequence[str]
-) -> list[Figure]:
+def _of_groups(counts: _Counts, form: SumsForm) -> list[Figure]:
     """Accuracy and rates of true and false positives by group, and the gaps between groups.
 
     With two classes, the second is positive; with more, each class against all others. Gaps are
     computed from intervals with joint coverage.
     """
-    rates, number = counts.rates, range(len(groups))
-    joint = 1 - (1 - level) / (len(groups) * (len(rates) + 1))
-    names = ["accuracy", *(f"{kind} positive rate of class {classes[c]}" for kind, c in rates)]
+    rates, level, number = counts.rates, form.settings.level, range(len(form.groups))
+    joint = 1 - (1 - level) / (len(form.groups) * (len(rates) + 1))
+    names = [f"{kind} positive rate of class {form.classes[c]}" for kind, c in rates]
     found, gaps = list[Figure](), list[_Interval]()
-    for name, which in zip(names, [None, *rates], strict=True):
+    for name, which in zip(["accuracy", *names], [None, *rates], strict=True):
 
         def rate(g: int, at: float, which: tuple[str, int] | None = which) -> _Interval:
             if which is None:
                 return _share(counts.hits[g], counts.noise, at)
             return counts.rate(which[0], g, which[1], at)
 
-        found += [Figure(name, f"group {groups[g]}", *rate(g, level)) for g in number]
+        found += [Figure(name, f"group {form.groups[g]}", *rate(g, level)) for g in number]
         gaps.append(_gap([rate(g, joint) for g in number]))
     found.append(Figure("gap of accuracy", "groups", *gaps[0]))
     # Equalised odds: equal rates of true and of false positives in every group.
@@ -314,7 +303,7 @@ def released_so_far(
 ) -> dict[str, Any] | None:
     """Return `outcome` of a running run, without costs and exact values.
 
-    of: from `describe_evaluation`, None if nothing is released.
+    of: `evaluation` of the run's privacy statement, None if nothing is released.
     """
     done = [(record.round, record.evaluation, {}) for record in records if record.evaluation]
     if not (of and done):
@@ -372,39 +361,29 @@ def released_accuracy(record: RoundRecord, form: SumsForm) -> float | None:
     """Return the released accuracy of all sites together, None if there is none."""
     if not record.evaluation:
         return None
-    found = _beside(form, form.noise, list(record.evaluation.values()), [])
-    values = (f["value"] for f in found if (f["name"], f["about"]) == ("accuracy", "all"))
+    found = estimate_figures(Sums.add([*record.evaluation.values()], form.noise), form)
+    values = (_number(f.value) for f in found if (f.name, f.about) == ("accuracy", "all"))
     return next(values, None)
 
 
 def exact_figures(sums: Mapping[str, Sequence[float]], form: SumsForm) -> list[Figure]:
     """Return the figures of sums without noise, as a site's owner sees them."""
-    return _figures(form, [sums], dict.fromkeys(form.shapes, 0.0))
+    return estimate_figures(Sums.add([sums], dict.fromkeys(form.shapes, 0.0)), form)
 
 
 def _beside(
-    form: SumsForm,
-    noise: Mapping[str, float],
-    released: list[Mapping[str, Sequence[float]]],
-    exact: list[Mapping[str, Sequence[float]]],
+    form: SumsForm, noise: Mapping[str, float], released: _Released, exact: _Released
 ) -> list[dict[str, Any]]:
     """Return figures as plain data, with those of the exact sums, if there are any, beside them."""
     found = [
         {**asdict(figure), "value": _number(figure.value), "of_part": figure.of_part}
-        for figure in _figures(form, released, noise)
+        for figure in estimate_figures(Sums.add(released, noise), form)
     ]
-    known = _figures(form, exact, dict.fromkeys(noise, 0.0)) if exact else []
-    for figure, without in zip(found, known, strict=bool(exact)):
-        figure["exact"] = _number(without.value)
+    if exact:
+        known = estimate_figures(Sums.add(exact, dict.fromkeys(noise, 0.0)), form)
+        for figure, without in zip(found, known, strict=True):
+            figure["exact"] = _number(without.value)
     return found
-
-
-def _figures(
-    form: SumsForm, sums: list[Mapping[str, Sequence[float]]], noise: Mapping[str, float]
-) -> list[Figure]:
-    return estimate_figures(
-        Sums.add(sums, noise), form.settings, form.classes, form.groups, form.unit
-    )
 
 
 def _number(value: float) -> float | None:
@@ -469,32 +448,3 @@ def check_public(early: bool, private: bool, form: SumsForm, *, test: bool, held
             f"{told} run without held-out records and without a public test set: no accuracy is "
             "known that could stop the run; set partition.held_out = 0.1"
         )
-
-
-def describe_evaluation(
-    form: SumsForm, persons: bool, records: Sequence[int], *, own_models: bool, masked: bool
-) -> dict[str, Any] | None:
-    """Return what sites release about held-out records, and its cost, as plain data; or None.
-
-    own_models: whether each site evaluates its own model. masked: whether secure aggregation is
-    used for training. persons: whether persons are held out with all their records. records: the
-    numbers of records per person for which ε is stated; ignored if ε is per person.
-    """
-    if (once := form.once) is None:
-        return None
-    delta, several = once.budget.delta, () if form.unit == "person" else records
-    return {
-        **form.settings.model_dump(mode="json"),
-        "groups": list(form.groups),
-        "classes": list(form.classes),
-        "unit": form.unit,
-        "split_by": "person" if persons else "record",
-        "own_models": own_models,
-        "masked": masked,
-        "sigma": once.sigma,
-        "sigma_joint": once.event.sigma,
-        "times": once.times,
-        "accountant": once.accountant,
-        "epsilon_reserved": epsilon(once.history, delta, once.accountant),
-        "epsilon_per_person": {str(k): epsilon_per_person(once.history, delta, k) for k in several},
-    }

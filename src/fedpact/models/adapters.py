@@ -8,15 +8,17 @@ trained model.
 import copy
 import logging
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from fedpact.common.errors import ModelError
-from fedpact.common.params import FlatModel
+from fedpact.common.format import list_some
+from fedpact.common.params import keeping_modes
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.models.named_inputs import NamedInputs, is_adapted
+from fedpact.per_sample.kernel import PerSampleKernel
 
 FOLDER: Final = "adapters"
 """The folder in a run's folder with the adapters in PEFT's format."""
@@ -26,20 +28,7 @@ _FEW: Final = 3
 _logger = logging.getLogger("fedpact")
 
 
-class Kernel(Protocol):
-    """The part of per_sample's kernel that is used here."""
-
-    @property
-    def model(self) -> FlatModel:
-        """The model."""
-        ...
-
-    def alone(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the gradients [B, d] of records x, y [B, ...]."""
-        ...
-
-
-def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
+def check_adapters(kernel: PerSampleKernel, x: Tensor, y: Tensor) -> None:
     """Check the adapters of a model on made-up records x, y [B, ...], if it has any.
 
     Warns if the classifier is not trained. Raises ModelError: an adapter without a gradient of any
@@ -83,14 +72,14 @@ def check_adapters(kernel: Kernel, x: Tensor, y: Tensor) -> None:
     idle = [name for name, part in views if not bool((part > 0).any())]
     if idle:
         raise ModelError(
-            f"adapters without a gradient of any record: {_some(idle)}. The layers they were added "
-            "to do not contribute to the output, or another adapter is active: name target_modules "
-            "that the model uses, activate one adapter (model.set_adapter), or choose another "
-            "kind than prompts, such as LoraConfig"
+            f"adapters without a gradient of any record: {list_some(idle, _FEW)}. The layers they "
+            "were added to do not contribute to the output, or another adapter is active: name "
+            "target_modules that the model uses, activate one adapter (model.set_adapter), or "
+            "choose another kind than prompts, such as LoraConfig"
         )
     moved = [name for name, p, version in base if p._version != version]
     if moved:
-        raise ModelError(f"a pass changes weights that are not trained: {_some(moved)}")
+        raise ModelError(f"a pass changes weights that are not trained: {list_some(moved, _FEW)}")
 
 
 def store_adapters(module: nn.Module, start: nn.Module, x: Tensor, folder: Path) -> None:
@@ -103,8 +92,7 @@ def store_adapters(module: nn.Module, start: nn.Module, x: Tensor, folder: Path)
         return
     trained = cast(NamedInputs, module)
     adapted: Any = trained.model
-    modes = [(part, part.training) for part in module.modules()]
-    try:
+    with keeping_modes(module):
         answers = _answers(trained, adapted, x)
         adapted.save_pretrained(str(folder / FOLDER))
         again = type(adapted).from_pretrained(_bare(cast(Any, start).model), str(folder / FOLDER))
@@ -119,9 +107,6 @@ def store_adapters(module: nn.Module, start: nn.Module, x: Tensor, folder: Path)
                     f"model, by {error:.3g}: use {folder / 'model.safetensors'}, which has all of "
                     "its weights; add what is trained beside adapters to modules_to_save"
                 )
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def _has_adapters(module: nn.Module) -> bool:
@@ -143,7 +128,3 @@ def _bare(model: Any) -> nn.Module:
         for one in getattr(part, "modules_to_save", {}).values() if before is not None else ():
             one.load_state_dict(cast(Any, before).state_dict())
     return model.unload()
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_FEW]) + f" and {len(names) - _FEW} more" * (len(names) > _FEW)

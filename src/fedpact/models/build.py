@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -108,15 +109,9 @@ def _form(outputs: Any) -> tuple[int, ...] | str:
 def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
     """Return the form of a training pass's answer, None if it fails."""
     held = {name: v.detach().clone() for name, v in module.named_buffers()}
-    before = {m: m.training for m in module.modules()}
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return _form(torch.func.functional_call(module.train(), held, (x,)))
-    except Exception:  # reported by the kernel, which traces such a pass
-        return None
-    finally:
-        for m, training in before.items():
-            m.training = training
+    with keeping_modes(module), torch.random.fork_rng(devices=[]), suppress(Exception):
+        return _form(torch.func.functional_call(module.train(), held, (x,)))
+    return None  # the kernel, which traces such a pass, reports why
 
 
 def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> None:

@@ -21,10 +21,11 @@ from typing import Annotated, Any, Final, Self, cast
 
 import numpy as np
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from fedpact.common.about import JoinedText
+from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import ModelError, PlanError
 from fedpact.common.user_code import brings_weights, is_own
 from fedpact.common.weights import block_of, lower_digest, read_checked, tensors_of
@@ -124,9 +125,7 @@ _BESIDE = "; said of it: "
 class InitialSettings(BaseModel):
     """Initial weights, instead of weights drawn from the seed."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+    model_config = FROZEN
     weights: str | None = Field(default=None, min_length=1)
     """A file of the model's weights (.safetensors or torch's), or the folder of a run that has
     ended."""

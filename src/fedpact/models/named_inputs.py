@@ -89,9 +89,8 @@ class NamedInputs(nn.Module):
         """
         if "labels" not in self.names or x.is_floating_point() or x.shape[-1] < 2:
             return False
-        below: Any = self.model
         # A prompt, which PEFT puts in front, has labels of its own.
-        below = below.get_base_model() if is_adapted(below) else below
+        below = without_adapters(self.model)
         with keeping_modes(self), torch.no_grad(), suppress(Exception):
             classes = self.eval()(x).shape[1]
             y = torch.arange(x.shape[-1]).remainder(classes).expand(len(x), -1)
@@ -162,7 +161,7 @@ def _tried(module: nn.Module, record: Tensor) -> tuple[bool, bool]:
 
 def _reads_an_end(module: nn.Module) -> bool:
     """Whether it classifies by the state at a text's last end token, as T5 and BART do."""
-    below: Any = cast(Any, module).get_base_model() if is_adapted(module) else module
+    below = without_adapters(module)
     encodes = getattr(getattr(below, "config", None), "is_encoder_decoder", False)
     return bool(encodes) and hasattr(below, "classification_head")
 
@@ -173,7 +172,7 @@ def _at_the_end(module: nn.Module, given: dict[str, Tensor]) -> Tensor:
     The library selects the end tokens of all records with one mask, and refuses batches with
     different numbers of them. A text without an end token is read at its last token.
     """
-    below: Any = cast(Any, module).get_base_model() if is_adapted(module) else module
+    below = without_adapters(module)
     ids = given["input_ids"]
     read = given.get("attention_mask", torch.ones_like(ids))
     ends = ids.eq(below.config.eos_token_id).long()
@@ -236,11 +235,15 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
 
 
+def without_adapters(module: nn.Module) -> Any:
+    """Return the model that PEFT's adapters were added to; the module itself without any."""
+    return cast(Any, module).get_base_model() if is_adapted(module) else module
+
+
 def _input_names(module: nn.Module) -> tuple[str, ...]:
     """Return the parameters of a model's forward; with adapters, of the base model's."""
-    below = cast(Any, module).get_base_model() if is_adapted(module) else module
     try:
-        return tuple(inspect.signature(below.forward).parameters)
+        return tuple(inspect.signature(without_adapters(module).forward).parameters)
     except (TypeError, ValueError):
         return ()
 

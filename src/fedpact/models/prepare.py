@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils import parametrize
 
 from fedpact.common.errors import InputError
+from fedpact.common.format import list_some
 from fedpact.models.named_inputs import with_named_inputs
 from fedpact.models.watched_pass import find_in_pass
 from fedpact.models.zoo import replace_batchnorm
@@ -60,7 +61,7 @@ def prepare(
     done = [said for act in _ACTS if (said := act(model))]
     if batch_norm and (names := _named(model, lambda layer: isinstance(layer, BatchNorm))):
         model = replace_batchnorm(model)
-        done.append(f"GroupNorm in place of BatchNorm: {_some(names)}")
+        done.append(f"GroupNorm in place of BatchNorm: {list_some(names, _FEW)}")
     left = list(find_obstacles(model))
     if records is not None:
         left += find_in_pass(with_named_inputs(copy.deepcopy(model), records[0]), records[0])
@@ -76,7 +77,7 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
         )
     for holds, told in _OBSTACLES:
         if names := _named(model, holds):
-            yield told.format(_some(names))
+            yield told.format(list_some(names, _FEW))
     others = {
         str(p.dtype)
         for p in model.parameters()
@@ -94,9 +95,10 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
         )
     held = (*model.named_parameters(), *model.named_buffers())
     if names := [name for name, tensor in held if tensor.layout != torch.strided]:
-        yield f"tensors are sparse ({_some(names)}): make them dense, as by .to_dense()"
+        yield f"tensors are sparse ({list_some(names, _FEW)}): make them dense, as by .to_dense()"
     if names := [name for name, tensor in held if tensor.is_meta]:
-        yield f"tensors have a form and no values ({_some(names)}): build them on a device"
+        few = list_some(names, _FEW)
+        yield f"tensors have a form and no values ({few}): build them on a device"
     if not any(p.requires_grad for p in model.parameters()):
         yield "no weight is trained: set requires_grad on at least one"
 
@@ -199,7 +201,7 @@ def _write_nothing_in_place(model: nn.Module) -> str:
     names = _named(model, lambda layer: getattr(layer, "inplace", False) is True)
     for name in names:
         cast(Any, model.get_submodule(name)).inplace = False
-    return f"inplace = False: {_some(names)}" if names else ""
+    return f"inplace = False: {list_some(names, _FEW)}" if names else ""
 
 
 def _whole_precision(model: nn.Module) -> str:
@@ -248,8 +250,3 @@ _ACTS: Final = (
 def _named(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
     """Return the names of the layers that satisfy `holds`; of the model itself, its class."""
     return [name or type(model).__name__ for name, layer in model.named_modules() if holds(layer)]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _FEW} more" * (len(names) > _FEW)
-    return ", ".join(names[:_FEW]) + more

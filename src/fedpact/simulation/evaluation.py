@@ -19,9 +19,9 @@ from fedpact.common.params import FlatModel, on_cpu, threads
 from fedpact.common.records import SumsBySite
 from fedpact.common.run_folder import Checkpoint
 from fedpact.evaluation.metrics import evaluate, of_sites
-from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.kernel import PlainKernel
 from fedpact.privacy.accounting.accountant import History
-from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.privacy.batches import Kernel
 from fedpact.privacy.column_scales import scale_columns
 from fedpact.simulation.run import with_epsilon
 from fedpact.simulation.setup import SimulationSetup
@@ -147,7 +147,7 @@ class Evaluator:
         return {name: {c: v.tolist() for c, v in each.items()} for name, each in sums.items()}
 
     @cached_property
-    def _kernel(self) -> PerSampleKernel | BatchClippedKernel | PlainKernel:
+    def _kernel(self) -> Kernel | PlainKernel:
         return self._scene.workshop.on(self._scene.plan.run.device).bench().kernel
 
     def _scored(self, x: Tensor, y: Tensor, kept: list[tuple[Tensor, Tensor]]) -> SiteScore:

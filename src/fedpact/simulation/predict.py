@@ -24,19 +24,19 @@ from torch import Tensor, nn
 
 from fedpact.common.errors import DataError, InputError, ModelError, nearest
 from fedpact.common.files import parse_errors
-from fedpact.common.format import counted, format_metric
+from fedpact.common.format import counted, format_metric, list_some
 from fedpact.common.messages import SiteScore
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.common.user_code import model_again
 from fedpact.common.weights import read_checked
-from fedpact.data.cells import SUFFIXES, Cells, list_some
+from fedpact.data.cells import SUFFIXES, Cells
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset, RecordFilter, with_columns
 from fedpact.data.features.extract import MadeBy
 from fedpact.data.features.stage import FeatureStage
 from fedpact.data.inputs import check_shape, read_declared
 from fedpact.data.schema import RecordForm
-from fedpact.data.tables import Table, labels_of, of_arrays, read_numbers
+from fedpact.data.tables import Roles, Table, labels_of, of_arrays, read_numbers
 from fedpact.data.targets import ambiguous, read_labels, token_labels, unscale
 from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.metrics import evaluate, find_display
@@ -323,7 +323,7 @@ class Predictor:
                 "or records from Python, as a table, arrays, or a data set of fedpact.from_arrays"
             )
         else:
-            roles = plan.label, plan.site, plan.person
+            roles = Roles(plan.label, plan.site, plan.person)
             asked = records, form, roles, own.shape, own.features
             convert = partial(self.site.declared, own.features, plan.label)
             table, form = read_declared(*asked, labelled=False, convert=convert)
@@ -440,7 +440,7 @@ class Predictor:
         Its input is what `preprocess` returns, [n, ...] for any n, its output scores [n, K].
         Raises InputError: another suffix, or ONNX without the packages that torch needs for it.
         """
-        example = self._stage.example(torch.zeros(self.form.shape, dtype=self._dtype))
+        example = self._stage.example(self.form.example)
         batch = (example.expand(2, *example.shape).clone(),)
         if path.suffix == ".onnx":
             try:
@@ -467,11 +467,7 @@ class Predictor:
             raise InputError(f"{path}: expected a name that ends in .pt (TorchScript) or .onnx")
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return getattr(torch, self.form.values)
-
-    @property
-    def _stage(self) -> Any:
+    def _stage(self) -> FeatureStage:
         return self.plan.stage(self.at)
 
 

@@ -10,10 +10,10 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedpact.common.errors import PlanError
 from fedpact.common.files import safe_name
+from fedpact.common.format import list_some
 from fedpact.common.randomness.seeded import Participants, SeededDraws
 from fedpact.common.user_code import is_handed
 from fedpact.data import download, load
@@ -132,10 +132,12 @@ class SimulationSetup:
         if not names or not (_is_file(self.plan.data) or is_handed(self.plan.data)):
             return ""
         task = self.plan.task
-        of = f"from {task.range[0]:g} to {task.range[1]:g}" if task.range else _some(classes)
+        of = (
+            f"from {task.range[0]:g} to {task.range[1]:g}" if task.range else list_some(classes, 30)
+        )
         kind = "" if task.range else "of classes "
         return (
-            f"columns used: {_some(names)}; label {self.plan.label or 'y'}, {kind}{of}; "
+            f"columns used: {list_some(names, 30)}; label {self.plan.label or 'y'}, {kind}{of}; "
             f"{len(self.raw.y):,} records"
         )
 
@@ -145,7 +147,7 @@ class SimulationSetup:
         persons, used = number_persons(self.dataset.person, places), torch.ones(len(places)).bool()
         most = plan.privacy.person_records
         if persons is not None and most is not None:
-            used = torch.from_numpy(limit_records_per_person(persons.tolist(), most, plan.seed))
+            used = limit_records_per_person(persons, most, plan.seed)
             persons = persons[used]
         x, y = site.x_held[used], site.y_held[used]
         raw = self.raw.x[torch.from_numpy(places)][used]
@@ -172,11 +174,6 @@ class SimulationSetup:
     def sizes(self) -> dict[str, float]:
         """Each site's N_i, as declared or released."""
         return {site.name: _size(self.plan, site) for site in self.sites}
-
-
-def _some(names: tuple[str, ...], most: int = 30) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_file(data: str) -> bool:
@@ -244,18 +241,12 @@ def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Datas
     worker = workshop.bench(check=True)
     workshop.check_labels(data.y)
     good = train.good & worker.find_accepted(data.x, data.y, data.name, data.numbers)
-    if data.x_test is None or data.y_test is None or of_test is None:
-        return (*_only(raw, data, good, None), workshop)
-    numbers = torch.arange(len(data.y_test))
-    good_test = of_test.good & worker.find_accepted(data.x_test, data.y_test, name, numbers)
-    return (*_only(raw, data, good, good_test), workshop)
-
-
-def _only(
-    raw: Dataset, data: Dataset, good: Tensor, of_test: Tensor | None
-) -> tuple[Dataset, Dataset]:
-    used = data.only(good, of_test)
-    return (used if raw is data else raw.only(good, of_test)), used
+    good_test = None
+    if data.x_test is not None and data.y_test is not None and of_test is not None:
+        numbers = torch.arange(len(data.y_test))
+        good_test = of_test.good & worker.find_accepted(data.x_test, data.y_test, name, numbers)
+    used = data.only(good, good_test)
+    return (used if raw is data else raw.only(good, good_test)), used, workshop
 
 
 def find_feature_cache(plan: Plan, raw: Dataset) -> Path | None:
@@ -273,7 +264,7 @@ def _used(plan: Plan, site: SiteRecords) -> SiteRecords:
     most = plan.privacy.person_records
     if most is None or site.persons is None:
         return site
-    good = torch.from_numpy(limit_records_per_person(site.persons.tolist(), most, plan.seed))
+    good = limit_records_per_person(site.persons, most, plan.seed)
     return replace(site, x=site.x[good], y=site.y[good], persons=site.persons[good])
 
 
@@ -284,7 +275,7 @@ def _warn_of_batch(plan: Plan, sites: Sequence[SiteRecords]) -> None:
     if small:
         logging.getLogger("fedpact").warning(
             f"batch_size is {plan.batch_size:g}, and these sites have fewer {plan.privacy.unit}s: "
-            f"{_some(tuple(small), 5)}. Each step uses all of them (q = 1): lower batch_size"
+            f"{list_some(small, 5)}. Each step uses all of them (q = 1): lower batch_size"
         )
 
 

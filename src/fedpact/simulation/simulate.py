@@ -28,7 +28,7 @@ from fedpact.common.notebook import frame
 from fedpact.common.params import FlatModel, one_thread
 from fedpact.common.run_folder import Checkpoint, Folder, check_writable
 from fedpact.data.dataset import Dataset
-from fedpact.data.partition import Partition, SiteRecords
+from fedpact.data.partition import Partition
 from fedpact.data.splits import number_persons
 from fedpact.evaluation.metrics import commonest
 from fedpact.evaluation.personal import (
@@ -372,25 +372,22 @@ def _reserve(site: VirtualSite, ledger: Ledger, terms: Terms, *, only_ask: bool 
 
 def _sites(scene: SimulationSetup, folder: Folder, run: str) -> list[VirtualSite]:
     kept, of_persons = scene.plan.run.ledgers, scene.plan.privacy.unit == "person"
-
-    def virtual(site: SiteRecords) -> VirtualSite:
-        home, terms = folder.site(site.name).absolute(), scene.terms.get(site.name)
-        ledger = folder.ledger(site.name, kept)
-        return VirtualSite(
+    return [
+        VirtualSite(
             name=site.name,
             plan=scene.plan,
             run=run,
             records=Records(site.x, site.y, scene.released, site.persons if of_persons else None),
-            memory=home / "memory.safetensors",
-            terms=terms,
-            ledger=ledger.absolute() if terms else None,
+            memory=folder.site(site.name).absolute() / "memory.safetensors",
+            terms=scene.terms.get(site.name),
+            ledger=folder.ledger(site.name, kept).absolute() if site.name in scene.terms else None,
             policy=scene.policy,
             held=scene.held_out(site) if scene.form.lengths else None,
             form=scene.form,
             split=scene.split(site.name),
         )
-
-    return [virtual(site) for site in scene.sites]
+        for site in scene.sites
+    ]
 
 
 def _finish(
@@ -404,8 +401,7 @@ def _finish(
     module = scene.workshop.module()
     labels = select_judged_labels(scene)
     judged = commonest(labels, raw.classes)
-    more: dict[str, Any] = {"ledgers": _sum_ledgers(folder, scene)}
-    more["commonest"] = judged and asdict(judged)
+    more: dict[str, Any] = {"ledgers": _sum_ledgers(folder, scene), "commonest": judged}
     # Pixels of an image, labels of a record and records of a person are not independent.
     independent = judged and labels.ndim == 1 and scene.plan.person is None
     more["judged_records"] = len(labels) if independent else None

@@ -8,9 +8,9 @@ from fedpact.algorithms.wrappers import local_optimizer
 from fedpact.common.format import upper
 from fedpact.common.user_code import is_own
 from fedpact.evaluation.held_out import SumsForm
-from fedpact.evaluation.intervals import describe_evaluation
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import epsilon, find_binding_accountant
+from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 from fedpact.privacy.ledger.reservations import FIXED, WHY
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
@@ -215,11 +215,27 @@ def _uncovered(plan: Plan, terms: Mapping[str, Terms], side: Side) -> list[str]:
 def describe_held_out_releases(plan: Plan, form: SumsForm, persons: bool) -> dict[str, Any] | None:
     """Return what sites release about held-out records, as plain data; None if nothing.
 
-    persons: whether sites know each record's person.
+    persons: whether sites know each record's person, and hold persons out with all their records.
     """
-    masked, own = bool(plan.secure_aggregation.threshold), plan.method.has_own_models
-    few = plan.privacy.told_records
-    return describe_evaluation(form, persons, few, own_models=own, masked=masked)
+    if (once := form.once) is None:
+        return None
+    delta = once.budget.delta
+    several = () if form.unit == "person" else plan.privacy.told_records
+    return {
+        **form.settings.model_dump(mode="json"),
+        "groups": list(form.groups),
+        "classes": list(form.classes),
+        "unit": form.unit,
+        "split_by": "person" if persons else "record",
+        "own_models": plan.method.has_own_models,
+        "masked": bool(plan.secure_aggregation.threshold),
+        "sigma": once.sigma,
+        "sigma_joint": once.event.sigma,
+        "times": once.times,
+        "accountant": once.accountant,
+        "epsilon_reserved": epsilon(once.history, delta, once.accountant),
+        "epsilon_per_person": {str(k): epsilon_per_person(once.history, delta, k) for k in several},
+    }
 
 
 def _by_delta_alone(terms: Mapping[str, Terms]) -> str:

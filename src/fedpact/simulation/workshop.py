@@ -30,10 +30,8 @@ from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layers import is_torchs
 from fedpact.per_sample.passes import WAYS
 from fedpact.plan import Plan
-from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.privacy.batches import Kernel as PrivateKernel
 from fedpact.privacy.mechanisms import mechanism_of
-
-Kernel = PerSampleKernel | BatchClippedKernel | PlainKernel
 
 _TOGETHER: Final = 256
 _SHOWN: Final = 20
@@ -45,10 +43,10 @@ _logger = logging.getLogger("fedpact")
 class Worker:
     """A worker's kernel, with its own copy of the model."""
 
-    kernel: Kernel
+    kernel: PrivateKernel | PlainKernel
 
     @property
-    def private(self) -> PerSampleKernel | BatchClippedKernel:
+    def private(self) -> PrivateKernel:
         """The clipping kernel of a private run."""
         if isinstance(self.kernel, PlainKernel):
             raise TypeError("a plain run's worker was asked for a private release")
@@ -246,7 +244,7 @@ class TrainingSetup:
             )
         check_measures(self.plan.task.measures(self.classes), outputs, y, self.classes)
 
-    def _verify(self, kernel: PerSampleKernel | BatchClippedKernel) -> None:
+    def _verify(self, kernel: PrivateKernel) -> None:
         try:
             x, y = (v.to(self.device) for v in self.make_dummy_records())
             kernel.verify(x, y)
@@ -270,7 +268,7 @@ class TrainingSetup:
         x, y = (v.to(self.device) for v in self.make_dummy_records())
         return WAYS[self.bench().private.way(x, y)]
 
-    def placement(self, kernel: PerSampleKernel | BatchClippedKernel, expected: float) -> str:
+    def placement(self, kernel: PrivateKernel, expected: float) -> str:
         """Return how a site has to place its records in passes, a key of PLACEMENTS.
 
         "compact" if the check finds this model batch invariant on this machine. On a GPU, steps

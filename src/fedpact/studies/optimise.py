@@ -41,7 +41,7 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
             raise PlanError(f"--optimise with {name}: {why}")
     unlike = len({terms.budget for terms in scene.terms.values()}) > 1
     full = unlike and all(terms.rate == 1.0 for terms in scene.terms.values())
-    of_all = _together(scene, scene.plan.rounds) if full else None
+    of_all = _together(scene) if full else None
     cases = dict[tuple[Budget, float, float], dict[str, Any]]()
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
@@ -105,12 +105,12 @@ def _useful(scene: SimulationSetup, terms: Terms, one: Choice) -> int | None:
     return useful_rounds(snr)
 
 
-def _together(scene: SimulationSetup, rounds: int) -> int | None:
+def _together(scene: SimulationSetup) -> int | None:
     """Return the useful number of rounds for sites with different budgets; None as in `_useful`.
 
     For plans with all records in every step, with the sites weighted as the plan says.
     """
-    plan = scene.plan
+    plan, rounds = scene.plan, scene.plan.rounds
     summed = all(mechanism_of(terms.mechanism).summed for terms in scene.terms.values())
     if plan.model not in LINEAR_MODELS or not summed:
         return None

@@ -170,7 +170,8 @@ def _asked(run: Path, average: bool, model: str | None) -> Result:
 
 def _kept(records: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """Return columns of a file as text. Raises DataError: it has none, or lacks one."""
-    from fedpact.data.cells import list_some, read_columns, text_of
+    from fedpact.common.format import list_some
+    from fedpact.data.cells import read_columns, text_of
 
     if names and records.suffix.lower() == ".npz":
         raise InputError(f"--keep {names[0]}: {records} has no columns; leave --keep out")

@@ -301,9 +301,7 @@ class Extractor:
 
 
 @lru_cache(maxsize=2)
-def extractor(
-    settings: str, shape: tuple[int, ...], seed: int, at: Path, own: int = 0
-) -> Extractor:
+def extractor(settings: str, shape: tuple[int, ...], seed: int, at: Path, own: int) -> Extractor:
     """Return the extractor of a plan's features; filters and whitening are made once a process.
 
     settings: FeatureSettings as JSON, of a kind other than "none". seed: the plan's. own: the id of

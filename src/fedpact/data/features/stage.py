@@ -54,20 +54,17 @@ class FeatureStage:
 
         Raises ModelError: records that these features are not made for.
         """
-        record = self._scaling(record).example(record)
         if not self.settings.used:
-            return record
+            return self._scaling(record).example(record)
         return torch.zeros(self._extractor(record).width)
 
     def key(self, record: Tensor) -> str:
         """Return a public digest of all that features follow from, but for the records."""
-        return self._extractor(self._scaling(record).example(record)).key
+        return self._extractor(record).key
 
     def made_by(self, record: Tensor) -> MadeBy:
         """Return what identifies features of a user's own module."""
-        if not self.settings.factory:
-            return MadeBy()
-        return self._extractor(self._scaling(record).example(record)).made_by
+        return self._extractor(record).made_by if self.settings.factory else MadeBy()
 
     def __call__(
         self,
@@ -85,7 +82,7 @@ class FeatureStage:
         records that are already left out, and reported elsewhere.
         """
         scaling = self._scaling(example, features)
-        x, example = scaling(x), scaling.example(example)
+        x = scaling(x)
         told = torch.zeros(len(x), dtype=torch.bool) if known is None else known
         good = torch.ones(len(x), dtype=torch.bool)
         if scaling.used:
@@ -103,6 +100,8 @@ class FeatureStage:
         return Scaling.of(self.form, record.shape, features)
 
     def _extractor(self, record: Tensor) -> Extractor:
+        """Return what makes the features of records of this form, once they are scaled."""
+        record = self._scaling(record).example(record)
         if not record.is_floating_point():
             raise ModelError(
                 f"features.kind = {self.settings.kind!r} with records of {record.dtype}: expected "

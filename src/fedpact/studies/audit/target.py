@@ -21,23 +21,19 @@ from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import Reply, State, Task
 from fedpact.common.randomness.seeded import Draws, SeededDraws, seeded_generator
 from fedpact.per_sample.clipping import UNIFORM, Fair, Uniform, Weighting
-from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import epsilon
-from fedpact.privacy.batches import BatchClippedKernel
+from fedpact.privacy.batches import Kernel
 from fedpact.privacy.oracle import Oracle, OracleWrapper, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.setup import SimulationSetup
 
-PrivateKernel = PerSampleKernel | BatchClippedKernel
 _VISITS = 5  # records of a canary person
 
-MakeOracle = Callable[[Records, PrivateKernel, Terms, Draws], Oracle]
+MakeOracle = Callable[[Records, Kernel, Terms, Draws], Oracle]
 
 
-def private_oracle(
-    records: Records, kernel: PrivateKernel, terms: Terms, draws: Draws
-) -> PrivateOracle:
+def private_oracle(records: Records, kernel: Kernel, terms: Terms, draws: Draws) -> PrivateOracle:
     """Return the oracle that a run would give the algorithm; it charges no ledger."""
     return PrivateOracle(records, kernel, terms, draws, lambda *_: None)
 
@@ -55,7 +51,7 @@ class Target:
     records: Records
     spare: Records
     classes: int
-    kernel: PrivateKernel
+    kernel: Kernel
     w: Tensor
     make: MakeOracle = private_oracle
     canary_records: int = 1
@@ -283,8 +279,8 @@ def list_views(target: Target, drawn: Drawn = lambda draws: draws) -> Mapping[st
     }
 
 
-def _making(shares: int, drawn: Drawn) -> Callable[[Records, PrivateKernel, Terms, Draws], Oracle]:
-    def make(records: Records, kernel: PrivateKernel, terms: Terms, draws: Draws) -> Oracle:
+def _making(shares: int, drawn: Drawn) -> Callable[[Records, Kernel, Terms, Draws], Oracle]:
+    def make(records: Records, kernel: Kernel, terms: Terms, draws: Draws) -> Oracle:
         sigmas = {name: sigma / math.sqrt(shares) for name, sigma in terms.sigmas.items()}
         own = replace(terms, sigmas=sigmas)
         return _Attacked(
