@@ -212,9 +212,22 @@ def test_psi_reports_a_lost_site(f: list[float], expected: float) -> None:
     assert psi(f, [1, 1]) == pytest.approx(expected, nan_ok=True)
 
 
+def test_psi_leaves_out_a_site_without_weight() -> None:
+    assert psi([1.0, math.nan, 3.0], [1, 0, 1]) == 1.0
+
+
 def test_psi_beyond_the_largest_number_is_infinite() -> None:
     assert psi([1e300, 0.0], [1, 1]) == math.inf
     assert psi([1.7e308, -1.7e308], [1, 1]) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("f", "weights"),
+    [([], []), ([1.0], [1, 2]), ([1.0], [0]), ([1.0], [math.nan]), ([1.0, 1.0], [2, -1])],
+)
+def test_psi_refuses_invalid_weights(f: list[float], weights: list[float]) -> None:
+    with pytest.raises(InputError, match="weights"):
+        psi(f, weights)
 
 
 @given(st.lists(st.floats(0, 1, allow_subnormal=False), min_size=1, max_size=20), st.data())
@@ -248,6 +261,12 @@ def test_entropy_of_equal_values_is_exactly_log_n() -> None:
     assert entropy([0.0] * 7) == entropy([0.3] * 7) == entropy([1.7e308] * 7) == math.log(7)
     assert entropy([0.0, 0.25, 0.0]) == 0.0
     assert math.isnan(entropy([0.5, math.nan]))
+
+
+@pytest.mark.parametrize("values", [[], [-0.1, 0.5], [math.inf, 0.5]])
+def test_entropy_refuses_what_has_no_shares(values: list[float]) -> None:
+    with pytest.raises(InputError, match="the entropy of"):
+        entropy(values)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
@@ -287,6 +306,11 @@ def test_a_site_without_a_number_ranks_worst_and_shows() -> None:
     assert fairness(scores)["worst_site"] == "lost"
     assert math.isnan(fairness(scores)["variance"])
     assert math.isnan(fairness(scores)["entropy"])
+
+
+def test_fairness_refuses_no_sites() -> None:
+    with pytest.raises(InputError, match="no site has a score"):
+        fairness({})
 
 
 def test_evaluate_reads_two_numbers_however_many_batches() -> None:

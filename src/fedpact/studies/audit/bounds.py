@@ -12,6 +12,7 @@ from scipy import stats
 from scipy.special import betainc, ndtr
 
 from fedpact.common import check
+from fedpact.common.errors import InputError
 from fedpact.privacy.accounting import gaussian
 
 _LARGEST_EPSILON = 100.0
@@ -29,8 +30,15 @@ def one_run_p_value(
         p <= P[W >= v] + 2 m δ max_{1 <= i <= v} P[v - i <= W < v] / i
 
     δ adds at most 2 m δ right guesses on average, so i of them with probability at most 2 m δ / i.
-    0 <= correct <= guesses <= canaries.
+    Raises InputError unless 0 <= correct <= guesses <= canaries.
     """
+    if not 0 <= correct <= guesses <= canaries:
+        raise InputError(
+            f"canaries is {canaries}, guesses is {guesses}, correct is {correct}: expected "
+            "0 <= correct <= guesses <= canaries"
+        )
+    check.non_negative(epsilon=epsilon)
+    check.probability(delta=delta)
     right = 1 / (1 + math.exp(-epsilon))
     # P[W >= v] by the incomplete beta function, ten times as fast as scipy.stats.
     p = float(betainc(correct, guesses - correct + 1, right)) if correct else 1.0
@@ -72,6 +80,7 @@ def refutes(
 
     are lower bounds for right and wrong guesses, whose sum is at most r/m.
     """
+    one_run_p_value(canaries, guesses, correct, 0.0, 0.0)  # checks the counts
     right, wrong = level * correct / canaries, level * (guesses - correct) / canaries
     for i in range(correct - 1, -1, -1):
         more = max(wrong, lost(right))
