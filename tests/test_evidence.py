@@ -139,7 +139,7 @@ MADE_BEFORE = {
 """Files with results from before this was recorded, which are still to be measured again."""
 
 
-def test_every_stored_result_carries_by_what_it_was_made():
+def test_stored_results_say_what_made_them():
     tallies = {name: tally(found) for name, found in stored_in(HERE.parent)}
     assert all(tallies.values())
     lacking = {name for name, rows in tallies.items() if any(NOT_RECORDED in r for r in rows)}
