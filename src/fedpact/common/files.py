@@ -144,11 +144,11 @@ def read_json_table(path: Path) -> Mapping[str, Any]:
 
 
 @contextlib.contextmanager
-def only_one(path: Path, what: str) -> Iterator[None]:
+def only_one(path: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock inside the block; it is released however the process ends.
 
-    what: "directory has a server already", for the error. Raises InputError: it is held, or belongs
-    to another account.
+    what: "directory has a server already", for the error. wait: until the lock is free.
+    Raises InputError: it is held, or belongs to another account.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -160,7 +160,7 @@ def only_one(path: Path, what: str) -> Iterator[None]:
         ) from None
     with open(opened, "ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise InputError(
                 f"{what} (it holds {path}): leave it running, or end it before starting another"
