@@ -6,7 +6,7 @@ and plan.json; no message can change them.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from fedpact.common.messages import Reply, State, Task
 from fedpact.common.params import FlatModel
@@ -27,9 +27,6 @@ from fedpact.simulation.secure_aggregation.encoding import (
 from fedpact.simulation.secure_aggregation.graph import MaskingGraph
 from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.secure_aggregation.transport import Attempts, Carrier, Secured, Server
-
-if TYPE_CHECKING:
-    from fedpact.deployment.server import Coordinator
 
 
 def masker_of(files: SiteFiles, store: Store) -> Masker | None:
@@ -55,20 +52,26 @@ def masker_of(files: SiteFiles, store: Store) -> Masker | None:
 
 
 def secure_deployment(
-    of: "Coordinator", carrier: Carrier, admission: Admission, form: Callable[[Task], Form]
+    carrier: Carrier,
+    federation: Federation,
+    plan: Plan,
+    attempts: Path,
+    admission: Admission,
+    form: Callable[[Task], Form],
 ) -> Secured:
     """Return the server's side: a transport that delivers sums instead of single replies.
 
-    form: returns that of a plain reply to a task.
+    attempts: the file of transport.Attempts. form: returns that of a plain reply to a task.
     """
-    federation, plan = of.federation, of.plan
-    coding, layouts = _coding(federation, plan), dict[int, Layout]()
+    coding = _coding(federation, plan)
+    layouts = dict[int, Layout]()
 
     def layout(task: Task) -> Layout:
         # Finding the form takes a training step on synthetic records: do it once per round.
         if task.round not in layouts:
             layouts.clear()
-            layouts[task.round] = coding.layout(form(task))
+            found = form(task)
+            layouts[task.round] = coding.layout(found)
         return layouts[task.round]
 
     def fault(site: str, task: Task, reply: Reply) -> str | None:
@@ -91,7 +94,7 @@ def secure_deployment(
         fault,
         mean_fault,
     )
-    return Secured(carrier, server, Attempts(of.attempts))
+    return Secured(carrier, server, Attempts(attempts))
 
 
 def _coding(federation: Federation, plan: Plan) -> Coding:

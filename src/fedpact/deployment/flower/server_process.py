@@ -101,14 +101,15 @@ def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) ->
     key = keys.read_private_key(coordinator.directory / "server.key")
     admission, remember = coordinator.admission()
     form = partial(expect_form, coordinator.workshop(), sums=coordinator.form.lengths)
-    federation, waits = coordinator.federation, coordinator.folder.waits
-    agreed = federation.agreed(coordinator.plan)
+    federation, plan, waits = coordinator.federation, coordinator.plan, coordinator.folder.waits
+    agreed = federation.agreed(plan)
     transport = FlowerTransport(grid, federation, key, agreed, admission, form, remember, waits)
     begin = partial(transport.wait_until_ready, federation.run)
     sockets = getattr(grid, "sockets", tuple)  # somebody else's SuperLink counts none
-    if not coordinator.plan.secure_aggregation.threshold:
+    if not plan.secure_aggregation.threshold:
         return coordinator.run(transport, on_round, begin, sockets=sockets)
-    secure = secure_deployment(coordinator, transport, admission, form)
+    attempts = coordinator.attempts
+    secure = secure_deployment(transport, federation, plan, attempts, admission, form)
     return coordinator.run(secure, on_round, begin, transport, sockets)
 
 
