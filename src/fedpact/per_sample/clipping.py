@@ -5,13 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedpact.common.check import finite, non_negative, positive
 from fedpact.common.errors import InputError, ModelError
-from fedpact.common.params import from_numpy, on_cpu
+from fedpact.common.params import on_cpu
 from fedpact.per_sample.norms import LARGEST
 from fedpact.per_sample.share import IN_FLOAT32, TOGETHER, unit_of
 
@@ -90,9 +89,9 @@ def mask_slots(
     A slot counts if it holds a record that is finite in loss, norm and weight.
     """
     known = [v for v in (losses, norms, w) if v is not None]
-    # In numpy, which starts an operation in less time; a GPU is not asked, as the host would wait.
-    if on_cpu(norms) and all(np.isfinite(v.numpy()).all() for v in known):
-        return (c if occupied is None else from_numpy(c.numpy() * occupied.numpy())), None
+    # A sum is finite only if its terms are. A GPU is not asked, as the host would have to wait.
+    if on_cpu(norms) and math.isfinite(sum(float(v.sum()) for v in known)):
+        return (c if occupied is None else torch.where(occupied, c, 0)), None
     good = torch.stack([v.isfinite() for v in known]).all(0)
     good = good if occupied is None else good & occupied
     return torch.where(good, c, 0), good

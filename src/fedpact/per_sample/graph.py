@@ -81,12 +81,14 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
         args = (x if x.requires_grad else x.detach().requires_grad_(), *args[1:])
     op, wanted = cast(Any, step.node.target), [*use.sources]
     call = Call(op, list(args), dict(kwargs), use.places, use.out, wanted, batch)
-    recorded = call.recorded
+    if recurs:
+        recorded = call.recorded = []
 
-    def told(place: int, g: Tensor, u: Tensor | None) -> None:
-        recorded.append((place, g, u))
+        def told(place: int, g: Tensor, u: Tensor | None) -> None:
+            recorded.append((place, g, u))
 
-    found: Any = step.do(*args, **kwargs, record=told) if recurs else step.do(*args, **kwargs)
+        kwargs = {**kwargs, "record": told}
+    found: Any = step.do(*args, **kwargs)
     several: list[Tensor] = results_of(found)
     # Parameters are constants here, so nothing before the first tap requires a gradient.
     for one in several:
@@ -188,6 +190,8 @@ class Graph:
         return found
 
     def _by_parameter(self, source: Node, share: Share) -> list[tuple[str, Share]]:
+        if source.op == "placeholder":
+            return [(self._trained[source.name], share)]
         nodes = _inside(source)
         return self._passed_on(source, share, evaluated(nodes, self._program.given_to(nodes)))
 

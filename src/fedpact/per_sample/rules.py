@@ -8,7 +8,7 @@ states its contract: exact for each record, linear in the output's gradient, and
 other records.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
@@ -47,9 +47,7 @@ class Call:
     batch: int
     grads: list[Tensor | None] = field(default_factory=list[Tensor | None])
     pooled: Pooled | None = None
-    recorded: list[tuple[int, Tensor, Tensor | None]] = field(
-        default_factory=list[tuple[int, Tensor, Tensor | None]]
-    )
+    recorded: Sequence[tuple[int, Tensor, Tensor | None]] = ()
 
     @property
     def grad(self) -> Tensor:

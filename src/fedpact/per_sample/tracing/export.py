@@ -60,10 +60,27 @@ class Trace:
     ("buffer", "model.mean"), ("constant", the placeholder's own name) or ("record", "x").
     """
 
-    nodes: list[Node]
-    result: Node
+    graph: Graph
     inputs: dict[str, tuple[str, str]]
     constants: dict[str, Tensor]
+
+    @cached_property
+    def result(self) -> Node:
+        """The losses. Raises Untraceable: they follow from no operation."""
+        *_, output = self.graph.nodes
+        for result in output.all_input_nodes:
+            return result
+        raise Untraceable("its losses follow from no operation")
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The placeholders, and what the losses follow from: a trace has no side effects."""
+        *nodes, _ = self.graph.nodes
+        needed = {self.result}
+        for node in reversed(nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        return [node for node in nodes if node.op == "placeholder" or node in needed]
 
     @cached_property
     def records(self) -> set[str]:
@@ -138,50 +155,29 @@ def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
     with slow, while_tracing(whole.model, whole.loss), warnings.catch_warnings():
         # Torch's warnings about its tracer. Other threads' warnings may be lost meanwhile.
         warnings.simplefilter("ignore")
-        recorded = _recorded(whole, x, y, batch, functional=False)
-        if any(map(_changes, recorded.graph.nodes)):
-            _check_writes(whole, recorded)
-            recorded = _recorded(whole, x, y, batch, functional=True)
-    graph = recorded.graph
-    _detach_without_grad(graph)
-    _pool_before_relu(graph)
-    _take_first_of_equal(graph)
-    pick_within_records(graph)
-    *nodes, output = graph.nodes
-    (result,) = output.all_input_nodes or (None,)
-    if result is None:
-        raise Untraceable("its losses follow from no operation")
-    # A trace has no side effects, so nodes without effect on the result are removed.
-    needed = {result}
-    for node in reversed(nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    nodes = [node for node in nodes if node.op == "placeholder" or node in needed]
-    for node in nodes:
-        node.target = STANDS_FOR.get(node.target, node.target)
+        trace = _recorded(whole, x, y, batch, functional=False)
+        if any(map(_changes, trace.graph.nodes)):
+            _check_writes(whole, trace)
+            trace = _recorded(whole, x, y, batch, functional=True)
+    _detach_without_grad(trace.graph)
+    _pool_before_relu(trace.graph)
+    _take_first_of_equal(trace.graph)
+    pick_within_records(trace.graph)
+    for node in trace.nodes:
+        node.target = cast(Any, STANDS_FOR.get(node.target, node.target))
         if _changes(node):
             raise Untraceable(f"{node.target} changes a tensor in place")
         if not _known(node):
             # Transformations of functions and the like would run other code.
             raise Untraceable(f"{node.target} is no operation on tensors")
-    trace = Trace(nodes, result, recorded.inputs, recorded.constants)
-    if (why := unsafe(nodes, trace.entered)) is not None:
+    if (why := unsafe(trace.nodes, trace.entered)) is not None:
         raise Untraceable(why)
     return trace
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A graph as recorded by torch; inputs and constants as in Trace."""
-
-    graph: Graph
-    inputs: dict[str, tuple[str, str]]
-    constants: dict[str, Tensor]
-
-
 def _recorded(
     whole: WithLoss, x: Tensor, y: Tensor, batch: int | None, *, functional: bool
-) -> _Recorded:
+) -> Trace:
     """Run model and loss on synthetic records. functional: replace in-place operations.
 
     Raises Untraceable.
@@ -255,7 +251,7 @@ def _kinds(whole: WithLoss, held: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _with_constants(
     made: Any, kinds: list[tuple[str, str]], form: Callable[[Tensor], Tensor]
-) -> _Recorded:
+) -> Trace:
     """The graph with a placeholder for every tensor that is part of it."""
     graph: Graph = made.graph
     given = [node for node in graph.nodes if node.op == "placeholder"]
@@ -273,10 +269,10 @@ def _with_constants(
         inputs[one.name] = "constant", one.name
         node.replace_all_uses_with(one)
         graph.erase_node(node)
-    return _Recorded(graph, inputs, constants)
+    return Trace(graph, inputs, constants)
 
 
-def _check_writes(whole: WithLoss, recorded: _Recorded) -> None:
+def _check_writes(whole: WithLoss, trace: Trace) -> None:
     """Check the in-place writes of a trace.
 
     Raises ModelError for a write to a record; Untraceable for a write to a tensor that outlives the
@@ -284,7 +280,7 @@ def _check_writes(whole: WithLoss, recorded: _Recorded) -> None:
     """
     roots: dict[Node, set[Node]] = {}
     without_grad, region = dict[Node, int](), 0
-    for node in recorded.graph.nodes:
+    for node in trace.graph.nodes:
         if node.target is _SET_GRAD:
             region = 0 if node.args[0] else len(roots) + 1
         found = {node}
@@ -295,7 +291,7 @@ def _check_writes(whole: WithLoss, recorded: _Recorded) -> None:
             behind = {root for v in several if isinstance(v, Node) for root in roots[v]}
             found |= behind
             for root in behind if argument.alias_info.is_write else ():
-                kind, target = recorded.inputs.get(root.name, ("", ""))
+                kind, target = trace.inputs.get(root.name, ("", ""))
                 if kind == "record":
                     refuse_writing(whole.model)
                 if kind:
