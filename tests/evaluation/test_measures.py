@@ -7,6 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
+from fedpact.common.losses import UNLABELLED
 from fedpact.evaluation.metrics import (
     area,
     calibration_error,
@@ -58,6 +59,17 @@ def test_calibration_error_is_0_if_calibrated_and_1_if_sure():
     assert calibration_error(torch.tensor([[0.0, 60.0]]), torch.tensor([0])) == pytest.approx(1)
     labels = torch.tensor([[60.0, -60.0]])
     assert calibration_error(labels, torch.tensor([[1.0, 0.0]])) == pytest.approx(0, abs=1e-7)
+
+
+def test_places_without_a_label_count_in_no_measure():
+    outputs = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    y = torch.randint(3, (5, 4, 4), generator=torch.Generator().manual_seed(1))
+    some = torch.rand(y.shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    alone = outputs.movedim(1, -1)[some], y[some]
+    left = outputs, torch.where(some, y, UNLABELLED)
+    for measure in (area, f1, calibration_error):
+        assert measure(*left) == pytest.approx(measure(*alone))
+        assert math.isnan(measure(outputs, torch.full_like(y, UNLABELLED)))
 
 
 def test_explained_is_scikit_learns_r2():

@@ -289,12 +289,17 @@ def _columns(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """
     if y.is_floating_point():
         return outputs.double().sigmoid(), y.double()
-    if outputs.dim() > 2:
-        outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
-        outputs, y = outputs[y != UNLABELLED], y[y != UNLABELLED]
+    outputs, y = _labelled(outputs, y)
     p = outputs.double().softmax(-1)
     each = (y[:, None] == torch.arange(p.shape[1])).double()
     return (p[:, 1:], each[:, 1:]) if p.shape[1] == 2 else (p, each)
+
+
+def _labelled(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return classes' scores [n, K] and labels [n]; pixels and tokens with a label are records."""
+    if outputs.dim() > 2:
+        outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
+    return outputs[y != UNLABELLED], y[y != UNLABELLED]
 
 
 def area(outputs: Tensor, y: Tensor) -> float:
@@ -340,11 +345,10 @@ def calibration_error(outputs: Tensor, y: Tensor) -> float:
         p, there = (each.flatten() for each in _columns(outputs, y))
         confidence, right = torch.maximum(p, 1 - p), (p > 0.5) == (there > 0.5)
     else:
-        if outputs.dim() > 2:
-            outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
+        outputs, y = _labelled(outputs, y)
         confidence, said = outputs.double().softmax(-1).max(-1)
         right = said == y
-    if confidence.isnan().any():
+    if confidence.isnan().any() or not len(confidence):
         return math.nan
     place = (confidence * _BINS).long().clamp(0, _BINS - 1)
     gap = torch.zeros(_BINS, dtype=torch.float64).index_add(0, place, right.double() - confidence)
