@@ -18,6 +18,7 @@ from fedpact.data.load import load_dataset
 from fedpact.data.partition import Partition
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
+from fedpact.studies.papers import fedproxvr
 from fedpact.studies.papers.fedfdp import Slopes, best_weight, noise_term
 from fedpact.studies.papers.measure import split_records
 from fedpact.studies.papers.proxvr_search import (
@@ -133,7 +134,8 @@ def test_the_text_states_the_optimum_and_its_meaning():
     assert "local_steps = 177" in out
 
 
-def test_the_figure_is_drawn(tmp_path):
+def test_the_figure_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(fedproxvr, "POINTS", 3)  # each is a search
     out = tmp_path / "figure.svg"
     assert as_json("fedproxvr", *SPEC, "--out", str(out))["figure"] == str(out)
     assert out.read_bytes().startswith(b"<?xml")
