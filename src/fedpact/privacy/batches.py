@@ -405,7 +405,11 @@ class BatchClippedKernel:
         self.model, self.loss = model, loss
         self._apart = apart = PerSampleKernel(model, loss)
         self.seed, self.losses, self.norms = apart.seed, apart.losses, apart.norms
-        self.way, self.verify = apart.way, apart.verify
+        self.way = apart.way
+
+    def verify(self, x: Tensor, y: Tensor) -> None:
+        """Check that the model does not mix a batch's records. Raises ModelError otherwise."""
+        self._apart.verify(x, y)
 
     def clipped_mean(self, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """Return ḡ min(1, C/‖ḡ‖) [d], ḡ the mean gradient of the records x, y [B, ...].
