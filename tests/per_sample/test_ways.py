@@ -370,10 +370,14 @@ def test_a_trace_follows_training_and_hooks(reference):
     assert not exact()
     model.eval()
     assert exact()
-    handle = model.first.register_forward_hook(lambda _m, _args, output: output * 3)
-    assert exact()
-    handle.remove()
-    assert exact()
+    for register, hook in (
+        (model.first.register_forward_hook, lambda _m, _args, output: output * 3),
+        (model.first.register_forward_pre_hook, lambda _m, args: (args[0] + 1,)),
+    ):
+        handle = register(hook)
+        assert exact()
+        handle.remove()
+        assert exact()
     model.drop.forward = lambda h: torch.sigmoid(h)
     assert exact()
 

@@ -228,8 +228,9 @@ class Passes:
 
     def state(self) -> tuple[object, ...]:
         """What of a model's state a way follows."""
+        hooks = ("_forward_hooks", "_forward_pre_hooks")
         return tuple(
-            (m.training, held.get("dropout"), len(held["_forward_hooks"]), "forward" in held)
+            (m.training, held.get("dropout"), *(len(held[n]) for n in hooks), "forward" in held)
             for m, held in self._modules
         )
 
