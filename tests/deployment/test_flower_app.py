@@ -137,6 +137,14 @@ class Strangers(Grid):
         ]
 
 
+def is_answered(place):
+    """Whether somebody listens at a socket, which is later than it exists."""
+    with suppress(OSError):
+        Client(str(place), "AF_UNIX").close()
+        return True
+    return False
+
+
 @pytest.fixture
 def listening(tmp_path):
     """listening(directory) -> the socket of a site, which listens in a thread."""
@@ -157,7 +165,7 @@ def listening(tmp_path):
 
             thread = threading.Thread(target=answer, daemon=True)
             thread.start()
-            wait_for(place.exists, tmp_path, 0.01)
+            wait_for(lambda: is_answered(place), tmp_path, 0.01)
             stack.callback(end)
             return place
 

@@ -147,7 +147,8 @@ def table_of(
 
     form: selects the features. Raises DataError: a missing column; for the rest see `read_table`.
     """
-    columns, by_role = found.cells, roles._asdict()
+    columns = found.cells
+    by_role = {"label": roles.label, "site": roles.site, "person": roles.person}
     if not labelled:
         by_role = {role: column if column in columns else None for role, column in by_role.items()}
     for role, column in by_role.items():
