@@ -154,6 +154,7 @@ class Comparison:
         found = [
             f"{name}: " + ", ".join(name_swept_value(key, value) for key, value in of.items())
             for name, of in self.chosen.items()
+            if of  # an entry may have none of the drawn keys
         ]
         how = (
             "Settings were chosen for each entry by trials on validation records, a part of the "
