@@ -42,6 +42,9 @@ def work(says, stopping, plan, folder):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "silent":
         sys.exit(3)
+    if what == "prints":
+        sys.stdout.reconfigure(line_buffering=False, write_through=False)
+        print("of this run")
     if what == "floods":
         sys.stderr.write("x" * 1_000_000)
     return None

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,20 @@ def test_a_process_is_kept_for_the_next_job_unless_it_dies(tmp_path: Path) -> No
     a, refuses, b, crashes, c, d = (job.folder.with_suffix(".pid").read_text() for job in wanted)
     assert a == refuses == b == crashes != c == d
     assert multiprocessing.active_children() == []
+
+
+def test_a_process_with_a_plans_own_code_is_not_kept(tmp_path: Path) -> None:
+    a, b, c = jobs(tmp_path, "a", "b", "c")
+    b = replace(b, plan=b.plan.model_copy(update={"model": "package.module:Net"}))
+    run_jobs([a, b, c], 1, lambda _: None, never)
+    ids = [job.folder.with_suffix(".pid").read_text() for job in (a, b, c)]
+    assert ids[0] == ids[1] != ids[2]
+    assert multiprocessing.active_children() == []
+
+
+def test_a_run_s_output_is_not_the_next_ones(tmp_path: Path) -> None:
+    run_jobs(jobs(tmp_path, "prints", "crashes"), 1, lambda _: None, never)
+    assert "of this run" not in (tmp_path / "crashes" / "s1.error.txt").read_text()
 
 
 def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None:
@@ -148,6 +163,7 @@ def test_a_comparing_script_is_not_run_again_by_its_workers(tmp_path: Path) -> N
 
 SCRIPT = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from fedpact.plan import Plan
 from fedpact.studies import pool

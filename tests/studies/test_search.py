@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.studies import stand_in
 
 from fedpact.common.errors import PlanError
 from fedpact.common.format import upper
@@ -19,6 +20,7 @@ from fedpact.privacy.accounting.accountant import SampledGaussian
 from fedpact.privacy.accounting.tuning_cost import count_trials
 from fedpact.report.compared_runs import SweepPoint
 from fedpact.report.tuning_cost import TuningCost
+from fedpact.studies import pool
 from fedpact.studies import search as searching
 from fedpact.studies.pool import Job
 from fedpact.studies.search import draw_points, read_ranges, rungs, search
@@ -73,6 +75,8 @@ def test_a_point_is_of_keys_that_the_plan_has():
         expand_points(plans, {"one": [{"settings.proximal": 1.0}]})
     with pytest.raises(PlanError, match=r"--draw settings\.proximal: it is no setting of"):
         draw_points(plans, ["settings.proximal=0.1:1"], 3)
+    with pytest.raises(PlanError, match="trials set it themselves"):
+        draw_points(plans, ["partition.validation=0.1:0.3"], 3)
 
 
 BEST = {"fedavg": 0.3, "fedprox": 0.15}
@@ -112,6 +116,7 @@ def test_each_plans_best_continue_and_every_run_is_counted(tmp_path, monkeypatch
 
     monkeypatch.setattr(searching, "compare", fake)
     monkeypatch.setattr(searching, "count_tuning_cost", lambda runs: counted.update(runs) or [])
+    monkeypatch.setattr(searching, "reserved_events", lambda run: {})
     monkeypatch.setattr(searching, "store", lambda found: found)
     plans = {n: Plan.parse({"algorithm": n, "rounds": 4}) for n in BEST}
     points = [{RATE: rate} for rate in (0.1, 0.2, 0.9, 0.31)]
@@ -182,15 +187,36 @@ def test_trials_release_no_evaluation(tmp_path):
         search({"one": plan}, [{RATE: 1.0}, {RATE: 2.0}], 1, tmp_path)
 
 
-def test_halving_counts_only_runs_that_release_alike():
+def test_only_trials_that_release_alike_are_counted(monkeypatch):
     """Of unlike events the sum would follow from which run was best, which composition forbids."""
-    quiet, loud = (
-        {0: SimpleNamespace(site_privacy={"a": SimpleNamespace(rate=1.0, steps=n, sigmas={})})}
-        for n in (1, 4)
-    )
+    monkeypatch.setattr(searching, "reserved_events", lambda run: run)
+    quiet, loud = {0: {"a": 1}, 1: {"a": 2}}, {0: {"a": 1}, 1: {"a": 3}}
     searching._check_alike([quiet, quiet])
     with pytest.raises(PlanError, match="different events"):
         searching._check_alike([quiet, loud])
+
+
+def test_a_search_ends_at_a_trial_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "_work", stand_in.refuse)
+    plan = Plan.parse({"rounds": 1, "sites": 2})
+    with pytest.raises(PlanError, match="has not ended: a paragraph; the same command goes on"):
+        search({"one": plan}, [{RATE: 1.0}, {RATE: 2.0}], 1, tmp_path / "out")
+    assert not (tmp_path / "out" / "one").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "points", "how", "told"),
+    [
+        ({"budget": {"patience": 3}}, [{RATE: 1.0}], {}, "leave patience and target out"),
+        ({}, [{"rounds": 2}], {"halving": 2}, "both set the rounds"),
+        ({"partition": {"held_out": 0.0}}, [{RATE: 1.0}], {"joining": True}, "leave --joining out"),
+        ({"privacy": {"mode": "none"}}, [{RATE: 1.0}], {"counted": True}, "leave --counted out"),
+    ],
+)
+def test_what_no_search_can_do_is_refused_before_it(given, points, how, told, tmp_path):
+    with pytest.raises(PlanError, match=told):
+        search({"one": Plan.parse(given)}, points, 1, tmp_path, **how)
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_said_of_a_winner_alone_after_halving():

@@ -425,22 +425,11 @@ def make_partition(
             )
     if settings.validation:
         for name, part in train.items():
-            out = _validate_on(dataset, part, settings.validation, rng)
+            out = splits.validation(dataset.person, part, settings.validation, seed, rng)
             held_out[name], train[name] = part[out], part[~out]
     return Partition(
         settings, seed, dataset.classes, train, held_out, _label_counts(dataset, train)
     )
-
-
-def _validate_on(dataset: Dataset, part: np.ndarray, share: float, rng: Generator) -> np.ndarray:
-    """Return which training records [n] are kept for validation, bool [n]: persons with all theirs.
-
-    At least one record or person stays in training.
-    """
-    numbered = splits.number_persons(dataset.person, part)
-    whose = np.arange(len(part)) if numbered is None else numbered.numpy()
-    persons = rng.permutation(whose.max() + 1)
-    return np.isin(whose, persons[: min(round(share * len(persons)), len(persons) - 1)])
 
 
 def _strata(dataset: Dataset, settings: PartitionSettings) -> np.ndarray:

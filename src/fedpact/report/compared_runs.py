@@ -158,7 +158,8 @@ class Comparison:
         ]
         how = (
             "Settings were chosen for each entry by trials on validation records, a part of the "
-            "training records (folder trials); held-out and test records took no part in the choice"
+            "training records (folder trials); test records took no part in the choice, nor a "
+            "seed's held-out records in this seed's trials"
         )
         return [how, *found] if found else []
 

@@ -195,6 +195,12 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
     return Trials(count, delta, covered(sums.one, alone.one), every, winner), alone
 
 
+def reserved_events(run: RunSummary) -> dict[str, object]:
+    """Return the events that each site's ledger reserves for a run: in training and held out."""
+    found = {s: _promise(Folder(run.path).ledger(s, None)) for s in run.site_privacy}
+    return {site: (one.events, one.held) for site, one in found.items()}
+
+
 def _promise(path: Path) -> _Promise:
     if not path.is_file():
         raise DataError(

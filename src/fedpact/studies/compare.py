@@ -271,9 +271,9 @@ def compare(
         entries[name], records[name] = with_own(plan, model=model, data=data, test=test)
     comparable(entries)
     if joining:
-        _holds_out(entries)
+        check_held_out(entries)
     if counted:
-        _countable(entries, seeds)
+        check_countable(entries, seeds)
     chosen = seeds_of(entries, seeds)
     folder = _own_folder(out)
     side_by_side, workers = shares(serialise_timed(entries, jobs), len(entries) * len(chosen))
@@ -323,7 +323,7 @@ def _watcher(runs: int) -> OnNews:
     return show
 
 
-def _holds_out(plans: Mapping[str, Plan]) -> None:
+def check_held_out(plans: Mapping[str, Plan]) -> None:
     """Raise PlanError if the value of joining cannot be computed for a plan."""
     for name, plan in plans.items():
         check_as_declared(plan.method)
@@ -340,7 +340,7 @@ def _holds_out(plans: Mapping[str, Plan]) -> None:
             )
 
 
-def _countable(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> None:
+def check_countable(plans: Mapping[str, Plan], seeds: int | Sequence[int]) -> None:
     """Raise PlanError if the cost of trying is not defined for these plans."""
     private = {name: plan for name, plan in plans.items() if plan.private}
     units = {name: plan.privacy.unit for name, plan in private.items()}

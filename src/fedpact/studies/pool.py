@@ -1,6 +1,7 @@
 """Parallel runs in processes that each carry out one after another, or runs in this process.
 
-A process is kept for the next run, as to start one takes seconds: longer than a small run.
+A process is kept for the next run, as to start one takes seconds: longer than a small run. It is
+not after a plan with code of its own, which may have changed torch's settings or any module.
 concurrent.futures.ProcessPoolExecutor is not used: if one of its processes dies, for example
 because memory runs out, it ends all of them without telling which one died.
 """
@@ -21,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from fedpact.api import run
+from fedpact.common.configuration import flatten
 from fedpact.common.errors import FedpactError
 from fedpact.common.messages import RoundRecord
 from fedpact.data.dataset import Dataset
@@ -45,6 +47,11 @@ class Job:
     def here(self) -> bool:
         """Whether only this process can carry it out."""
         return self.data is not None or bool(self.plan.handed)
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether the plan may name code, as package.module:name."""
+        return any(":" in str(value) for value in flatten(self.plan.document()).values())
 
     @property
     def errors(self) -> Path:
@@ -98,8 +105,10 @@ def run_jobs(
                 news = process.next_news()
                 if news.ended:
                     del running[ready]
-                    if process.alive:
+                    if process.alive and not news.job.has_own_code:
                         idle.append(process)
+                    elif process.alive:
+                        process.end(at_work=False)
                     if news.failed is not None:
                         failed[news.job.name, news.job.seed] = news.failed
                 on_news(news)

@@ -21,8 +21,15 @@ from fedpact.common.errors import PlanError
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.plan import Plan
 from fedpact.report.run_summary import RunSummary
-from fedpact.report.tuning_cost import TuningCost, count_tuning_cost
-from fedpact.studies.compare import Compared, compare, private_runs, store
+from fedpact.report.tuning_cost import TuningCost, count_tuning_cost, reserved_events
+from fedpact.studies.compare import (
+    Compared,
+    check_countable,
+    check_held_out,
+    compare,
+    private_runs,
+    store,
+)
 from fedpact.studies.sweep import changed, has_key, no_setting
 
 VALIDATION: Final = 0.2
@@ -74,6 +81,8 @@ def draw_points(
     """
     ranges, seed = read_ranges(texts), next(iter(plans.values())).seed
     for key in ranges:
+        if key == "partition.validation":
+            raise PlanError(f"--draw {key}: trials set it themselves; draw another key")
         if not any(has_key(plan, key) for plan in plans.values()):
             names = [plan.algorithm for plan in plans.values()]
             raise PlanError(f"--draw {key}: it is {no_setting(names)}")
@@ -123,6 +132,18 @@ def search(
         return compare(plans, seeds, out, counted=counted, joining=joining, sweep=sweep, **how)
     if not points or sweep:
         raise PlanError("--halving goes with --draw, and --draw without --sweep")
+    if halving > 1 and "rounds" in points[0]:
+        raise PlanError("--halving with --draw rounds: both set the rounds; leave one of them out")
+    for name, plan in plans.items():
+        if plan.budget.early:
+            raise PlanError(
+                f"{name}: --draw with a [budget] that may end a run early: a trial's length would "
+                "follow from its validation records; leave patience and target out"
+            )
+    if joining:
+        check_held_out(plans)
+    if counted:
+        check_countable(plans, range(max(2, seeds)))
     best = {name: _known(plan, points) for name, plan in plans.items()}
     tried = dict[str, Mapping[int, RunSummary]]()
     rounds = max(plan.rounds for plan in plans.values())
@@ -146,6 +167,7 @@ def search(
         found = compare(of, seeds, folder, points=best, **how)
         if stop():
             return found
+        _check_whole(found)
         ended = private_runs(found)
         for name in of if counted else ():
             _check_alike(runs for entry, runs in ended.items() if found.points[entry].base == name)
@@ -156,8 +178,10 @@ def search(
         n: changed(plan, {"partition.validation": 0.0, **chosen[n]}) for n, plan in plans.items()
     }
     found = compare(final, seeds, out, joining=joining, **how)
-    costs = [*map(_of_all, count_tuning_cost(tried | private_runs(found)))] if counted else ()
-    return store(replace(found, chosen=chosen, counted=costs))
+    # Every seed's last run was chosen by trials of all seeds, so only the sum of all runs holds.
+    costs = count_tuning_cost(tried | private_runs(found))[-1:] if counted else ()
+    chosen = {name: of for name, of in chosen.items() if len(points) > 1 and of}
+    return store(replace(found, chosen=chosen, counted=[*map(_of_all, costs)]))
 
 
 def _known(plan: Plan, points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -173,22 +197,29 @@ def _of_all(cost: TuningCost) -> TuningCost:
 
 
 def _check_alike(runs: Iterable[Mapping[int, RunSummary]]) -> None:
-    """Raise PlanError unless all trials of a plan release the same events.
+    """Raise PlanError unless all trials of a plan with one seed reserve the same events.
 
     Otherwise the total would depend on which points are kept; equal events add up by adaptive
     composition.
     """
-    each = [
-        {site: (one.rate, one.steps, one.sigmas) for site, one in run.site_privacy.items()}
-        for by_seed in runs
-        for run in by_seed.values()
-    ]
-    if any(one != each[0] for one in each):
+    known = dict[int, object]()
+    each = [(seed, reserved_events(run)) for by_seed in runs for seed, run in by_seed.items()]
+    if any(known.setdefault(seed, events) != events for seed, events in each):
         raise PlanError(
             "--draw with --counted, and the points release different events: the total cost "
             "would depend on which are kept; draw keys that do not change noise or steps, such as "
             "settings.learning_rate, or leave one of the two options out"
         )
+
+
+def _check_whole(found: Compared) -> None:
+    """Raise PlanError if a trial failed: what it released would not be counted, nor it chosen."""
+    for entry in found.entries:
+        for seed, why in entry.missing.items():
+            raise PlanError(
+                f"the trial {entry.name} with seed {seed} has not ended: {why}; the same command "
+                "goes on with it. If it fails again, draw from a range without this point"
+            )
 
 
 def _rank(found: Compared, name: str) -> list[Mapping[str, Any]]:
@@ -198,11 +229,11 @@ def _rank(found: Compared, name: str) -> list[Mapping[str, Any]]:
         at = found.points[entry.name]
         accuracy, loss = (entry.spread(attrgetter(of)) for of in ("accuracy", "loss"))
         score = accuracy.mean if accuracy else -loss.mean if loss else math.nan
-        if at.base == name and math.isfinite(score) and not entry.missing:
+        if at.base == name and math.isfinite(score):
             scores.append((score, at.values))
     if not scores:
         raise PlanError(
-            f"{name}: no trial has ended with a finite accuracy or loss at every seed, so no point "
-            f"can be chosen; {found.folder / 'comparison.html'} says what happened to each"
+            f"{name}: no trial has a finite accuracy or loss on validation records, so no point "
+            f"can be chosen; {found.folder / 'comparison.html'} shows all trials"
         )
     return [point for _, point in sorted(scores, key=itemgetter(0), reverse=True)]

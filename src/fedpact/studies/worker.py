@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -26,4 +27,6 @@ def carry_out_jobs(work: Work, asked: Connection, stopping: Event) -> None:
             os.dup2(printed, 1)
             os.dup2(printed, 2)
             os.close(printed)
-            asked.send(("ended", work(asked, stopping, plan, folder)))
+            ended = work(asked, stopping, plan, folder)
+            sys.stdout.flush()  # before the next job's file takes its place
+            asked.send(("ended", ended))
