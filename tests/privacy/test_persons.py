@@ -16,7 +16,7 @@ from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.data.load import from_arrays
 from fedpact.data.partition import PartitionSettings, make_partition
-from fedpact.data.splits import hold_out_persons, limit_records_per_person
+from fedpact.data.splits import hold_out, limit_records_per_person
 from fedpact.per_sample.clipping import Fair
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.plan import Plan
@@ -207,12 +207,18 @@ def test_no_person_is_both_trained_on_and_evaluated(study):
 
 def test_being_held_out_does_not_depend_on_others():
     names = [f"p{i // 2}" for i in range(200)]
-    out = hold_out_persons(names, np.arange(200), 0.3, 4)
-    assert hold_out_persons(names[20:], np.arange(180), 0.3, 4).tolist() == out[20:].tolist()
+    out = hold_out(names, np.arange(200), 0.3, 4, np.random.default_rng(0))
+    assert (
+        hold_out(names[20:], np.arange(180), 0.3, 4, np.random.default_rng(0)).tolist()
+        == out[20:].tolist()
+    )
     # Each with all records; and also where nobody else is left.
     assert (out[::2] == out[1::2]).all()
     for i in (0, 50, 120):
-        assert hold_out_persons(names[i : i + 2], np.arange(2), 0.3, 4).all() == out[i]
+        assert (
+            hold_out(names[i : i + 2], np.arange(2), 0.3, 4, np.random.default_rng(0)).all()
+            == out[i]
+        )
     # 100 persons at 0.3, six standard deviations.
     assert abs(out.sum() / 2 - 30) < 6 * math.sqrt(21)
 

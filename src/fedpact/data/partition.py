@@ -411,12 +411,8 @@ def make_partition(
             continue
         if held is not None:
             out = held(name, part)
-        elif dataset.person is not None:
-            out = splits.hold_out_persons(dataset.person, part, settings.held_out, seed)
         else:
-            out = np.zeros(len(part), bool)
-            count = min(round(settings.held_out * len(part)), len(part) - 1)
-            out[rng.permutation(len(part))[:count]] = True
+            out = splits.hold_out(dataset.person, part, settings.held_out, seed, rng)
         held_out[name], train[name] = np.sort(part[out]), np.sort(part[~out])
         if out.all():
             raise DataError(
@@ -425,7 +421,9 @@ def make_partition(
             )
     if settings.validation:
         for name, part in train.items():
-            out = splits.validation(dataset.person, part, settings.validation, seed, rng)
+            share = settings.validation
+            out = splits.hold_out(dataset.person, part, share, seed, rng, "validation")
+            out &= not out.all()  # at least one person stays in training
             held_out[name], train[name] = part[out], part[~out]
     return Partition(
         settings, seed, dataset.classes, train, held_out, _label_counts(dataset, train)

@@ -254,31 +254,26 @@ def number_persons(person: Sequence[str] | None, indices: np.ndarray) -> Tensor 
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def hold_out_persons(
-    person: Sequence[str], part: np.ndarray, share: float, seed: int, use: str = "held out"
+def hold_out(
+    person: Sequence[str] | None,
+    part: np.ndarray,
+    share: float,
+    seed: int,
+    rng: Generator,
+    use: str = "held out",
 ) -> np.ndarray:
-    """Return which of the records `part` [n] are held out, bool [n].
+    """Return which of a site's records `part` [n] are held out, bool [n].
 
-    A person is held out with probability `share`, by a digest of seed, use and name alone.
+    Records by `rng`, at least one stays. A person is held out with probability `share`, at all
+    sites, by a digest of seed, use and name alone.
     """
+    if person is None:
+        out = np.zeros(len(part), bool)
+        out[rng.permutation(len(part))[: min(round(share * len(part)), len(part) - 1)]] = True
+        return out
     whose = [person[int(i)] for i in part]
     drawn = {name: _drawn(seed, use, name) for name in set(whose)}
     return np.array([drawn[name] < share for name in whose], bool)
-
-
-def validation(
-    person: Sequence[str] | None, part: np.ndarray, share: float, seed: int, rng: Generator
-) -> np.ndarray:
-    """Return which training records of a site are for validation, bool [n]: never all of them.
-
-    Persons are drawn as in `hold_out_persons`: each is in training or validation at all sites.
-    """
-    out = np.zeros(len(part), bool)
-    if person is not None:
-        out = hold_out_persons(person, part, share, seed, "validation")
-    else:
-        out[rng.permutation(len(part))[: min(round(share * len(part)), len(part) - 1)]] = True
-    return out & (not out.all())
 
 
 def of_others(person: Sequence[str] | None, test: np.ndarray, train: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ import logging
 import re
 from functools import partial
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 from torch import Tensor
 
@@ -325,7 +325,7 @@ class Site:
     def _to_be_masked(self, task: Task) -> Reply | Refusal:
         if task.algorithm == EVALUATION:
             return Refusal(task.run, task.round, self.name, "policy")
-        return cast(Reply | Refusal, from_bytes(self._trained(task)))
+        return _answer(self._trained(task))
 
     def _objection(self, question: Task | Step, seen: tuple[int, str]) -> str:
         """Return the code with which any such request is refused; "" if it is not."""
@@ -512,3 +512,11 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
     except Exception as error:  # its text may depend on records, so it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told
+
+
+def _answer(block: bytes) -> Reply | Refusal:
+    """Decode an answer of this site."""
+    message = from_bytes(block)
+    if not isinstance(message, Reply | Refusal):
+        raise DataError(f"a {type(message).__name__} was found: expected the site's answer")
+    return message

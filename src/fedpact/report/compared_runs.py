@@ -154,12 +154,11 @@ class Comparison:
         found = [
             f"{name}: " + ", ".join(name_swept_value(key, value) for key, value in of.items())
             for name, of in self.chosen.items()
-            if of  # an entry may have none of the drawn keys
         ]
         how = (
-            "Settings were chosen for each entry by trials on validation records, a part of the "
-            "training records (folder trials); test records took no part in the choice, nor a "
-            "seed's held-out records in this seed's trials"
+            "Each entry's settings were chosen by trials (in the folder trials) on validation "
+            "records, which are part of the training records. Test records were not used for it, "
+            "nor a seed's held-out records in that seed's trials"
         )
         return [how, *found] if found else []
 

@@ -97,6 +97,7 @@ def run_jobs(
                 stopping.set()
                 waiting.clear()
             while waiting and len(running) < side_by_side:
+                idle = [each for each in idle if each.alive]
                 process = idle.pop() if idle else _Process(stopping)
                 process.begin(waiting.popleft())
                 running[process.said] = process
@@ -122,7 +123,7 @@ class _Process:
     """A process for jobs, one at a time. said: the connection over which it reports rounds."""
 
     def __init__(self, stopping: Event) -> None:
-        self._stopping, self.alive = stopping, True
+        self._stopping = stopping
         self.said, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(
             target=carry_out_jobs, args=(_work, theirs, stopping), daemon=True
@@ -131,6 +132,11 @@ class _Process:
             self._process.start()
         # Only the process keeps its end, so reading ends when it dies.
         theirs.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process can carry out a job."""
+        return self._process.is_alive()
 
     def begin(self, job: Job) -> None:
         """Have a job carried out."""
@@ -146,12 +152,12 @@ class _Process:
         except (EOFError, OSError):
             self._process.join()
             self.said.close()
-            self.alive = False
             failed = None if self._stopping.is_set() else self._explain()
         else:
             if kind == "round":
                 return RunProgress(self._job, *said)
             (failed,) = said
+        if self.alive or failed is None:
             self._job.errors.unlink(missing_ok=True)
         return RunProgress(self._job, ended=True, failed=failed)
 

@@ -150,7 +150,7 @@ def search(
     steps = rungs(rounds, len(points), halving)
     for number, (length, count) in enumerate(steps, start=1):
         best = {name: of[:count] for name, of in best.items()}
-        of = {
+        trials = {
             name: changed(
                 plan,
                 {
@@ -161,18 +161,18 @@ def search(
             for name, plan in plans.items()
             if len(best[name]) > 1  # else there is no choice
         }
-        if not of:
+        if not trials:
             break
         folder = out / "trials" / (f"rung-{number}" if halving > 1 else "")
-        found = compare(of, seeds, folder, points=best, **how)
+        found = compare(trials, seeds, folder, points=best, **how)
         if stop():
             return found
         _check_whole(found)
         ended = private_runs(found)
-        for name in of if counted else ():
+        for name in trials if counted else ():
             _check_alike(runs for entry, runs in ended.items() if found.points[entry].base == name)
         tried |= {f"{folder.name}/{name}": runs for name, runs in ended.items()}
-        best |= {name: _rank(found, name) for name in of}
+        best |= {name: _rank(found, name) for name in trials}
     chosen = {name: dict(of[0]) for name, of in best.items()}
     final = {
         n: changed(plan, {"partition.validation": 0.0, **chosen[n]}) for n, plan in plans.items()
