@@ -228,3 +228,18 @@ def test_the_remedy_of_numbers_that_differ_little_works(tmp_path, caplog):
     good = simulate(plan_of(str(path), remedy, **steps), tmp_path / "good").summary
     assert not caplog.text
     assert good["accuracy"] > 0.85 > 0.7 > bad["accuracy"]
+
+
+def test_categories_in_no_order_are_warned_of(caplog):
+    """Unless scale = "none" says that they have one, or there are two."""
+    x = torch.tensor([[0.0], [2.0]])
+    for own, warned in (
+        ({"categories": ["A", "B", "C"]}, True),
+        ({"categories": ["A", "B"]}, False),
+        ({"categories": ["A", "B", "C"], "scale": "none"}, False),
+        ({"categories": ["A", "B", "C"], "scale": "one-hot"}, False),
+        ({"categories": [0.0, 1.0, 2.0]}, False),
+    ):
+        advise("t.csv", RecordForm.model_validate({"columns": {"ward": own}}), (1,), ("ward",), x)
+        assert ('scale = "one-hot"' in caplog.text) == warned, own
+        caplog.clear()

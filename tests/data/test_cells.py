@@ -215,3 +215,10 @@ def test_masks_in_a_table_are_refused_whatever_is_in_them(cells, tmp_path):
     form = RecordForm(target=LabelForm(kind="pixels"))
     with pytest.raises(DataError, match="expected arrays x and y"):
         load_site(tmp_path / "t.parquet", "y", ("a", "b"), (1,), "float32", form)[0]
+
+
+def test_a_parquet_column_named_twice_is_named_in_the_error(tmp_path):
+    table = pa.Table.from_arrays([pa.array([1.0]), pa.array([2.0])], names=["a", "a"])
+    parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="has a as several columns: give each column a name"):
+        load_dataset(str(tmp_path / "t.parquet"), "a")

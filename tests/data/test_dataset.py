@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,8 @@ from fedpact.common.errors import DataError
 from fedpact.data import load, public
 from fedpact.data.dataset import Dataset
 from fedpact.data.inputs import columns_of
-from fedpact.data.load import from_arrays, load_dataset
+from fedpact.data.load import from_arrays, from_python, load_dataset
+from fedpact.data.schema import PlanRecords
 
 
 @given(
@@ -337,3 +339,56 @@ def test_settings_that_do_not_belong_to_the_data_set_are_refused():
         load_dataset("digits", label="y")
     with pytest.raises(DataError, match="its own classes"):
         load_dataset("digits", classes=("a",))
+
+
+class Folder(torch.utils.data.Dataset):
+    """As torchvision's ImageFolder: each numbers the classes that it has."""
+
+    def __init__(self, classes, labels):
+        self.classes, self.labels = classes, labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, i):
+        return torch.full((2,), float(i)), self.classes.index(self.labels[i])
+
+
+def test_a_torch_data_sets_labels_are_its_own_classes_names():
+    train, test = Folder(["a", "b", "c"], "abcabc"), Folder(["a", "c"], "acca")
+    found = from_python(train, PlanRecords(), test=test)
+    assert found.classes == ("a", "b", "c")
+    assert (found.y.tolist(), found.y_test.tolist()) == ([0, 1, 2, 0, 1, 2], [0, 2, 2, 0])
+    other = from_python(train, PlanRecords(classes=["c", "b", "a"]), test=test)
+    assert (other.y.tolist(), other.y_test.tolist()) == ([2, 1, 0, 2, 1, 0], [2, 0, 0, 2])
+    digits = from_python(
+        Folder(["0", "1", "2"], "012"), PlanRecords(), test=Folder(["1", "2"], "12")
+    )
+    assert digits.y_test.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("classes", [["1", "0"], ["1", "2", "3"]])
+def test_numbers_that_name_other_classes_are_asked_about(classes):
+    y = np.array([int(name) for name in classes] * 4)
+    with pytest.raises(DataError, match=r'may mean two: set labels = "names" or "numbers"'):
+        from_arrays(np.zeros((len(y), 1)), y, classes=classes)
+    named = from_python((np.zeros((len(y), 1)), y), PlanRecords(classes=classes, labels="names"))
+    assert named.y.tolist() == [*range(len(classes))] * 4
+    assert from_arrays(np.zeros((2, 1)), [True, False], classes=["1", "0"]).y.tolist() == [0, 1]
+
+
+def test_dates_are_no_numbers_in_any_container(caplog):
+    days = np.array(["2020-01-01", "2021-06-01", "NaT"] * 4, "datetime64[ns]")
+    data = {"age": np.arange(12.0), "seen": days, "ill": ["no", "yes"] * 6}
+    for container in (data, pd.DataFrame(data)):
+        with pytest.raises(DataError, match="seen: is not a finite number"):
+            from_python(container, PlanRecords(), "ill")
+
+
+def test_a_class_that_is_spelt_as_missing_is_warned_of(caplog):
+    frame = pd.DataFrame({"age": np.arange(40.0), "ill": ["no", "yes", "none", "NA"] * 10})
+    assert from_python(frame, PlanRecords(), "ill").classes == ("NA", "no", "none", "yes")
+    assert "the labels 'NA', 'none' count as classes" in caplog.text
+    caplog.clear()
+    assert len(from_python(frame, PlanRecords(classes=["no", "yes"]), "ill").y) == 20
+    assert "count as classes" not in caplog.text

@@ -16,8 +16,8 @@ from fedpact.cli.main import app
 from fedpact.common.errors import DataError
 from fedpact.data.cells import read_columns, to_numbers
 from fedpact.data.draft import draft, propose_range
-from fedpact.data.load import load_dataset
-from fedpact.data.schema import PlanRecords, RecordForm
+from fedpact.data.load import from_python, load_dataset
+from fedpact.data.schema import PlanRecords, RecordForm, Scaling
 from fedpact.plan import Plan
 
 
@@ -52,6 +52,10 @@ def table(tmp_path):
         writer.writeheader()
         writer.writerows(found)
     return path
+
+
+def from_pandas(frame, form):
+    return from_python(frame, PlanRecords(columns=form.columns), "ill")
 
 
 def confirmed(text):
@@ -106,8 +110,25 @@ def test_invalid_features_are_named_with_a_remedy(table, name, remedy):
     assert remedy in line
 
 
-def test_one_hot_says_that_it_is_the_default(table):
-    assert '# scale = "one-hot"   # the default' in draft(table, ROLES)[0]
+def test_what_a_draft_says_of_scale_is_what_happens(table):
+    (told,) = re.findall(r'# scale = "one-hot".*', draft(table, ROLES)[0])
+    assert "without it 0, 1, 2, ..." in told
+    ward = pd.DataFrame({"ward": ["B", "C", "A"] * 9, "ill": [0, 1, 1] * 9})
+    for scale, columns in (({}, 1), ({"scale": "one-hot"}, 3)):
+        form = RecordForm.model_validate(
+            {"columns": {"ward": {"categories": list("ABC"), **scale}}}
+        )
+        assert Scaling(form, ("ward",))(from_pandas(ward, form).x).shape == (27, columns)
+    assert from_pandas(ward, form).x[:3, 0].tolist() == [1, 2, 0]
+
+
+def test_a_word_that_counts_as_missing_is_named_in_a_draft(tmp_path):
+    """Most patients do not smoke: "none" is no gap that the next best word may fill."""
+    smoking = ["none", "none", "light", "heavy"] * 5
+    pd.DataFrame({"smoking": smoking, "ill": [0, 1] * 10}).to_csv(tmp_path / "t.csv", index=False)
+    told = draft(tmp_path / "t.csv", {"label": "ill"})[0]
+    assert "'none' in 10 rows, which counts as missing" in told
+    assert "fill" not in told
 
 
 def test_the_command_prints_a_draft_to_keep(table):

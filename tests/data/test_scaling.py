@@ -311,3 +311,12 @@ def test_categories_equal_in_float32_are_refused():
         with pytest.raises(ValidationError, match="the same number in single precision"):
             Column.model_validate({"categories": few, "scale": "one-hot"})
     assert Column.model_validate({"categories": [16777214.0, 16777215.0]}).categories
+
+
+def test_large_codes_are_one_hot_in_integer_arrays():
+    """73211009 is no number of float32: it is 73211008 there, and in a table's records."""
+    codes = np.array([73211009, 44054006, 73211009])
+    form = RecordForm(columns={"0": Column(categories=[73211009.0, 44054006.0], scale="one-hot")})
+    for values in (torch.from_numpy(codes), torch.from_numpy(codes).float()):
+        found = Scaling(form, ("0",))(values[:, None])
+        assert found.tolist() == [[1, 0], [0, 1], [1, 0]]

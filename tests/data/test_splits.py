@@ -319,3 +319,12 @@ def test_power_law_beyond_the_records_is_explained():
         make_partition(EVEN, PartitionSettings(**chosen), 10, 0)
     with pytest.raises(DataError, match="records of label 0, and there are 200"):
         make_partition(EVEN, PartitionSettings(**chosen, labels_per_site=1), 10, 0)
+
+
+@pytest.mark.parametrize("beta", [1e-4, 1e-3, 3e-3])
+def test_a_tiny_beta_splits_for_every_seed(beta):
+    """Shares so small that a product with them is rounded: about one seed in a hundred."""
+    y = np.random.default_rng(0).integers(0, 10, 200)
+    for seed in range(250):
+        parts = splits.inner_dirichlet(y, 5, beta, np.random.default_rng(seed))
+        assert sorted(np.concatenate(parts).tolist()) == [*range(200)]

@@ -28,7 +28,8 @@ def scores(classes, seed=0, n=200):
 @pytest.mark.parametrize("classes", [2, 4])
 def test_area_and_f1_are_those_of_scikit_learn(classes):
     outputs, y = scores(classes)
-    p = outputs.double().softmax(1).numpy()
+    # Equal ones are equal, in whatever order their terms were added.
+    p = outputs.double().softmax(1).numpy().round(12)
     if classes == 2:
         assert area(outputs, y) == pytest.approx(roc_auc_score(y, p[:, 1]))
         assert f1(outputs, y) == pytest.approx(f1_score(y, p[:, 1] > 0.5))
@@ -100,3 +101,23 @@ def test_commonest_class_has_most_labels_and_none_for_numbers():
     assert commonest(torch.tensor([[1, 1], [1, 0]]), classes) == {"name": "b", "accuracy": 0.75}
     assert commonest(torch.rand(4), classes) is None
     assert commonest(y[:0], classes) is None
+
+
+def test_area_does_not_change_when_scores_are_scaled_up():
+    """Far from 0 probabilities are 1 and alike; the scores still have an order."""
+    outputs, y = (
+        torch.randn(300, 4, generator=torch.Generator().manual_seed(0)),
+        scores(4, n=300)[1],
+    )
+    several = torch.nn.functional.one_hot(y, 4).float()
+    for some, labels in ((outputs[:, :2], y % 2), (outputs[:, :1], several[:, :1])):
+        assert area(1000 * some, labels) == pytest.approx(area(some, labels), abs=1e-12)
+    far = 10.0 * torch.arange(40)
+    assert area(torch.stack([-far, far, torch.zeros(40)], 1), (far > 195).long()) == 1.0
+    assert math.isnan(area(torch.tensor([[0.0, math.inf], [0.0, 1.0]]), torch.tensor([1, 0])))
+
+
+def test_no_measure_of_a_vocabulary_is_computed_unasked():
+    assert measures_of("pixels", None, 4)
+    assert not measures_of("pixels", None, 30_522)
+    assert set(measures_of("pixels", ["f1"], 30_522)) == {"f1"}

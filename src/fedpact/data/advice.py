@@ -83,6 +83,7 @@ def advise(
         _warn_of_little(origin, [each for each in columns if each[0] not in known], tell)
     if x is not None and all(own.scale == "none" for _, own, _ in columns):
         _warn_of_short(origin, x, tell)
+    _warn_of_order(origin, columns)
 
 
 def _exactly(far: float) -> str:
@@ -132,6 +133,23 @@ def _warn_of_little(
             f"{origin}: numbers of these columns are much farther from 0 than they differ: "
             f"{list_some(alike, _SHOWN)}{_FOUND * looked}. A model can hardly tell them apart. "
             f"{_MEND[scaled]}"
+        )
+
+
+def _warn_of_order(origin: str, columns: Sequence[tuple[str, ValueRange, Tensor | None]]) -> None:
+    """Warn of text categories that become numbers in an order nobody has asked for."""
+    ordered = [
+        name
+        for name, own, _ in columns
+        if isinstance(own, Column)
+        and len(own.names or []) > 2
+        and "scale" not in own.model_fields_set
+    ]
+    if ordered:
+        _logger.warning(
+            f"{origin}: the categories of {list_some(ordered, _SHOWN)} become 0, 1, 2, ..., as if "
+            'they were ordered: declare scale = "one-hot" for a number for each, or scale = "none" '
+            "if they are ordered, or if the model looks them up"
         )
 
 

@@ -12,6 +12,7 @@ record out. An error never quotes a value.
 import csv
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -207,7 +208,8 @@ def to_numbers(cells: Cells) -> np.ndarray:
     for row, value in enumerate(cells):
         if isinstance(value, str | bytes):
             texts[row] = value.strip() if isinstance(value, str) else text_of(value)
-        else:
+        elif not isinstance(value, np.datetime64 | np.timedelta64 | complex | np.complexfloating):
+            # Nanoseconds since 1970 are no feature.
             with suppress(TypeError, ValueError, OverflowError):
                 found[row] = float(value)
     if texts:
@@ -429,6 +431,13 @@ def _read_parquet(path: Path) -> Columns:
     try:
         table = pyarrow.parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
+        with suppress(OSError, pyarrow.ArrowException):
+            names = pyarrow.parquet.read_schema(path).names
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise DataError(
+                    f"data file {path} has {list_some(twice)} as several columns: give each "
+                    "column a name of its own"
+                ) from error
         raise DataError(
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error

@@ -146,9 +146,15 @@ def _column(one: ColumnSummary, cells: ColumnCells, sites: Sequence[str]) -> lis
                 for same in alike_names(words)
             ),
             f"# categories = {toml(words)}   # all that there can be",
-            '# scale = "one-hot"   # the default: one number for each category',
+            '# scale = "one-hot"   # a number for each; without it 0, 1, 2, ... in this order',
         ]
-        if missing and words:
+        told = cells.spelt_missing
+        lines += [
+            f"# found: {word!r} in {counted(count, 'row')}, which counts as missing: if it is a "
+            "value of its own, add it to the categories"
+            for word, count in told.most_common()
+        ]
+        if missing and words and not told:
             most = cells.texts.most_common(1)[0][0]
             lines.append(f"# fill = {toml(most)}   # the most frequent; for a missing value")
         return lines

@@ -305,7 +305,7 @@ def _of_items(data: Any, shape: tuple[int, ...] | None) -> tuple[Any, Any, list[
     x = _together([np.asarray(_array(item[0])) for item in items], "x")
     y = _together([np.asarray(item[1]) for item in items], "y")
     named = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
-    return x, y, list(map(str, cast(Sequence[Any], titles))) if named else None
+    return x, y, [str(t).strip() for t in cast(Sequence[Any], titles)] if named else None
 
 
 def _is_pair(item: Any, shape: tuple[int, ...] | None) -> bool:

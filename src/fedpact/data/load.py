@@ -213,6 +213,7 @@ def dataset_of(
     names = tuple(map(str, classes))
     if not at_site:
         targets.check_several(name, names, main, form)
+    targets.check_ambiguous(name, names, tables, form)
     ys = [targets.read_labels(table, names, form) for table in tables]
     targets.warn_of_copies(tables[0], xs[0], ys[0])
     site = None if main.site is None else targets.read_sites(main)
@@ -333,11 +334,7 @@ def _check_site_arrays(
             f"{', '.join(SUFFIXES)}, and a label's column for .csv and .parquet alone"
         )
     if form.labels is None and targets.ambiguous(classes):
-        raise DataError(
-            f"data file {path}: the classes {', '.join(classes)} are named by other classes' "
-            'numbers, so a label in an array may mean two: set labels = "names" or "numbers" in '
-            "[records] of federation.toml"
-        )
+        raise targets.two_meanings(f"data file {path}", classes, "federation.toml")
 
 
 _BESIDE: Final = ("validation", "valid", "val", "dev")
@@ -371,7 +368,7 @@ def from_python(
         return from_python(data["train"], records, label, site, person, test, target)
     check_together(data)
     main = read_table(data, form, Roles(label, site, person))
-    main.sieve.origin = name = "table" if main.labels == "names" else "arrays"
+    main.sieve.origin = name = "table" if main.features or main.column else "arrays"
     if test is None or main.features or main.column or isinstance(test, str | Path):
         found = dataset_of(name, [main], records.classes, form)
         return found if test is None else _add_test(found, test, label, form)

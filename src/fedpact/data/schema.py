@@ -346,19 +346,21 @@ class Scaling:
             return x
         if not self.form.columns:
             return rescale(x.double(), self.form).float()
+        whole = not x.is_floating_point()
         columns = [
-            rescale(x[:, [k]].double(), self.form.of(n)) for k, n in enumerate(self.features)
+            rescale(x[:, [k]].double(), self.form.of(n), whole) for k, n in enumerate(self.features)
         ]
         return torch.cat(columns, 1).float()
 
 
-def rescale(x: Tensor, own: ValueRange) -> Tensor:
-    """Return numbers x [n, ...] scaled by one declaration, in float64."""
+def rescale(x: Tensor, own: ValueRange, whole: bool = False) -> Tensor:
+    """Return numbers x [n, ...] scaled by one declaration, in float64. whole: were integers."""
     if isinstance(own, Column):
         if own.scale == "one-hot":
             known = own.as_numbers().categories or []
-            # In float32, as they were read.
-            return (x == torch.tensor(known, dtype=torch.float32).double()).double()
+            # As they were read: in float32, but for arrays of integers.
+            kept = torch.tensor(known, dtype=torch.float64)
+            return (x == (kept if whole else kept.float().double())).double()
         if own.mean is not None and own.deviation is not None:
             return (x - own.mean) / own.deviation
     low, high = own.low or 0.0, own.high or 0.0

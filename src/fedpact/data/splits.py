@@ -111,7 +111,8 @@ def inner_dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> I
     turns = rng.permutation(np.arange(len(y)) % sites)
     reached = np.cumsum(weights, axis=1)
     for site, u in zip(turns.tolist(), rng.random(len(y)).tolist(), strict=True):
-        if not reached[site, -1] > 0:  # a tiny beta gave everything to labels that are used up
+        # A tiny beta gave everything to labels that are used up, or left too little to be divided.
+        if not reached[site, -1] > 1e-300:
             weights[site] = [bool(left) for left in stock]
             reached[site] = np.cumsum(weights[site])
         label = int(np.searchsorted(reached[site], u * reached[site, -1], side="right"))

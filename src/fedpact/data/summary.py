@@ -14,7 +14,15 @@ from typing import Any, Final
 import numpy as np
 
 from fedpact.common.format import list_some, number, percent
-from fedpact.data.cells import Cells, NumberCells, find_named, is_blank, text_of, to_numbers
+from fedpact.data.cells import (
+    Cells,
+    NumberCells,
+    find_named,
+    is_blank,
+    is_missing,
+    text_of,
+    to_numbers,
+)
 from fedpact.data.schema import Column, RecordForm, ValueRange
 
 _MOST: Final = 0.05
@@ -116,6 +124,12 @@ class ColumnCells:
     def texts(self) -> Counter[str]:
         """How often each text occurs, numbers included."""
         return Counter(text_of(cell) for cell in self.cells if not is_blank(cell))
+
+    @cached_property
+    def spelt_missing(self) -> Counter[str]:
+        """How often each word occurs that counts as missing and may be a name, such as "none"."""
+        words = (text_of(cell) for cell in self.cells if is_blank(cell))
+        return Counter(word for word in words if not is_missing(word))
 
     def spread(self, *shares: float) -> list[float | None]:
         """Return the quantiles of the finite numbers."""

@@ -266,6 +266,11 @@ def of_arrays(
     )
     sieve = RecordFilter(origin, x.shape[0] if x.ndim else 0)
     labels = None if titles is None else "numbers"
+    if titles is not None and form.target.kind == "class" and form.labels != "numbers":
+        # Each data set numbers its own classes, and a test set may lack one: names mean the same.
+        known = range(len(titles))
+        y = np.array([titles[k] if k in known else f"number {k}" for k in y.tolist()])
+        labels = "names"
     return Table(sieve, x, y, site, person, titles=titles, labels=labels)
 
 

@@ -106,6 +106,12 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
         numbers = [float(name) for name in whole]
     except ValueError:
         _check_many(name, names, len(given), "is it the column of the labels")
+        if odd := [label for label in names if is_blank(label)]:
+            _logger.warning(
+                "data set %s: the labels %s count as classes: if they stand for none, name the "
+                "others as records.classes, and their records are left out",
+                *(name, ", ".join(map(repr, odd))),
+            )
         for several in cells.alike_names(names):
             _logger.warning(
                 "data set %s: labels %s are %d classes: write them alike if they mean one, or name "
@@ -311,6 +317,24 @@ def _check_length(names: Any, sieve: RecordFilter, role: str) -> None:
 def ambiguous(classes: Sequence[str]) -> bool:
     """Whether a class's name is the index of another, such as "1" for the first, index 0."""
     return any(_place_of(name, len(classes)) not in (-1, k) for k, name in enumerate(classes))
+
+
+def check_ambiguous(
+    name: str, classes: Sequence[str], tables: Sequence[Table], form: RecordForm
+) -> None:
+    """Raise DataError if a number among the labels may be a class's place or another's name."""
+    asked = form.target.kind == "class" and form.labels is None and ambiguous(classes)
+    for table in tables if asked else ():
+        if table.labels is None and isinstance(table.y, np.ndarray) and table.y.dtype.kind in "iuf":
+            raise two_meanings(f"data set {name}", classes, "the plan")
+
+
+def two_meanings(data: str, classes: Sequence[str], file: str) -> DataError:
+    """Return the error for classes that are named by other classes' numbers."""
+    return DataError(
+        f"{data}: the classes {', '.join(classes)} are named by other classes' numbers, so a label "
+        f'in an array may mean two: set labels = "names" or "numbers" in [records] of {file}'
+    )
 
 
 def _place_of(text: str, classes: int) -> int:

@@ -41,7 +41,6 @@ from fedpact.evaluation.metrics import evaluate
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import History
 from fedpact.privacy.column_scales import advise_of_loud, scale_columns
-from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.reply_bounds import longest_sums
 from fedpact.privacy.terms import Terms, check_grid
 from fedpact.rounds import Rounds
@@ -356,10 +355,7 @@ class _Evaluator:
     def priced(self) -> dict[str, float]:
         """Return each site's ε as ledgers price it; that of a round is a quicker, higher bound."""
         spent = self._spent()
-        return {
-            name: Guarantee.of(spent[name], of.budget.delta, of.honest).epsilon
-            for name, of in self._terms.items()
-        }
+        return {name: of.guarantee.after(spent[name]).epsilon for name, of in self._terms.items()}
 
     def _score(self, w: Tensor, x: Tensor, y: Tensor) -> SiteScore:
         self._model.load(w)

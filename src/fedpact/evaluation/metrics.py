@@ -279,6 +279,7 @@ check_names(METRICS)
 
 
 _BINS: Final = 15
+_MOST_OF_PIXELS: Final = 20
 _FORM: Final = "metric(outputs [n, ...], labels [n, ...]) -> a number"
 
 
@@ -302,13 +303,26 @@ def _labelled(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return outputs[y != UNLABELLED], y[y != UNLABELLED]
 
 
+def _log_odds(outputs: Tensor, y: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) for the probabilities of `_columns`, [n, K]."""
+    if y.is_floating_point():
+        return outputs.double()
+    z = _labelled(outputs, y)[0].double()
+    z = z - z.amax(1, keepdim=True)
+    classes = range(1 if z.shape[1] == 2 else 0, z.shape[1])
+    # Sorted, so that equal probabilities are equal here too.
+    others = (torch.cat([z[:, :k], z[:, k + 1 :]], 1).sort(1)[0].logsumexp(1) for k in classes)
+    return torch.stack([z[:, k] - other for k, other in zip(classes, others, strict=True)], 1)
+
+
 def area(outputs: Tensor, y: Tensor) -> float:
     """Return the area under the ROC curve; for several classes or labels, the mean over those that
     occur.
 
-    By ranks (Mann and Whitney); equal scores count half.
+    By ranks (Mann and Whitney) of the log-odds, which do not saturate; equal ones count half.
     """
-    found = [_area(p, t) for p, t in zip(*(v.T for v in _columns(outputs, y)), strict=True)]
+    there = _columns(outputs, y)[1]
+    found = [_area(s, t) for s, t in zip(_log_odds(outputs, y).T, there.T, strict=True)]
     known = [value for value in found if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
 
@@ -318,7 +332,7 @@ def _area(score: Tensor, there: Tensor) -> float:
     from scipy.stats import rankdata
 
     positive, count = float(there.sum()), len(there)
-    if positive in (0, count) or score.isnan().any():
+    if positive in (0, count) or not score.isfinite().all():
         return math.nan
     below = float(rankdata(score.cpu()) @ there.cpu().numpy()) - positive * (positive + 1) / 2
     return below / (positive * (count - positive))
@@ -432,11 +446,12 @@ def measures_of(
 ) -> dict[str, Callable[[Tensor, Tensor], float]]:
     """Return the named measures, or, for None, those of the kind of labels.
 
-    With more than two classes the default is none.
+    The default is none for more than two classes, or more than 20 of pixels or tokens, as memory
+    grows with their number.
     Raises ModelError: an unknown name, one for other labels, or one that is taken.
     """
     if named is None:
-        few = kind != "class" or classes == 2
+        few = {"class": classes == 2, "pixels": classes <= _MOST_OF_PIXELS}.get(kind, True)
         named = [name for name, one in MEASURES.items() if kind in one.kinds and few]
     return {short(name): _measure(name, kind) for name in named}
 

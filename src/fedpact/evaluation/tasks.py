@@ -111,7 +111,7 @@ class TaskSettings(BaseModel):
     metrics: list[NamedFunction] | None = None
     """Measures besides accuracy and loss: auc, f1, ece, r2, or package.module:name,
     metric(outputs, labels) -> a number. Default: those for the kind; none with more than two
-    classes."""
+    classes, or more than 20 of pixels or tokens."""
 
     @model_validator(mode="before")
     @classmethod
