@@ -35,7 +35,7 @@ PARTS = ("fairness", "control", "robust", "local", "server")
 
 
 def test_every_part_that_an_algorithm_excludes_is_one_of_a_plan():
-    known = {*PARTS, "local.head", "privacy.clip_schedule"}
+    known = {*PARTS, "local.head", "privacy.clip_schedule", "privacy.mode"}
     for name in algorithms.names():
         assert set(Method(name).facts.excludes) <= known, name
 
@@ -104,6 +104,8 @@ def test_the_table_of_refusals_matches_the_code():
     assert NEEDS_THE_LIST in PAGE.read_text(encoding="utf-8")
     clip = excluded("privacy.clip_schedule")
     assert block("clip") == "\n".join(f"* `{n}`: {why}." for n, why in clip.items())
+    automatic = excluded("privacy.mode")
+    assert block("automatic") == "\n".join(f"* `{n}`: {why}." for n, why in automatic.items())
 
 
 TABLES = {

@@ -266,3 +266,24 @@ def test_numpys_numbers_and_arrays_are_settings_too():
 def test_sites_take_turns_on_a_gpu() -> None:
     with pytest.raises(PlanError, match=r"run\.workers = 2 with run\.device"):
         Plan.parse({"run": {"device": "cuda", "workers": 2}})
+
+
+@pytest.mark.parametrize(
+    ("privacy", "more", "told"),
+    [
+        (
+            {"per_site": {"site-00": {"epsilon": 8.0, "delta": 1e-3}}},
+            {},
+            ("ε 8 per", "0.001"),
+        ),
+        ({"epsilon": 0.5}, {"evaluation": {"share": 0.2, "epsilon": 4.0}}, ("ε 4 per record",)),
+        (
+            {"trust": "sum", "honest": 3},
+            {"secure_aggregation": {"threshold": 4}},
+            ("if 3 sites of each sum are honest",),
+        ),
+    ],
+)
+def test_a_plans_card_states_the_largest_epsilon(privacy, more, told):
+    card = str(Plan.parse({"sites": 5, "privacy": privacy, **more}))
+    assert all(part in card for part in told)

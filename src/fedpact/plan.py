@@ -275,6 +275,20 @@ class Plan(BaseModel):
         """Return q_i of a site of nominal size N_i; B / N_i is rounded up to a shared grid."""
         return self.privacy.rate(site, size, self.sampling_rate or _RATE, self.batch_size)
 
+    @property
+    def head(self) -> int:
+        """How many of the model's last numbers each site has of its own; 0 for none."""
+        return self.local.head or getattr(self.algorithm_settings, "head", 0)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a run's number of events may follow from releases: then its ε is the reserved.
+
+        The lengths of compressed replies, which use up a budget of bytes, follow from noise.
+        """
+        facts = self.method.facts
+        return facts.adaptive or (facts.coded and self.budget.bytes is not None)
+
     def terms(self, sizes: Mapping[str, float]) -> dict[str, Terms]:
         """Return each site's terms for these sizes, declared or released; empty in a plain run.
 
@@ -355,8 +369,16 @@ class Plan(BaseModel):
         return card("Plan", self._figures(), below=f"chosen: {', '.join(chosen)}")
 
     def _figures(self) -> list[CardFigure]:
-        epsilon = self.privacy.epsilon
-        bound = f"{upper(max(epsilon if isinstance(epsilon, list) else [epsilon]))} per "
+        epsilon, delta = self.privacy.largest.epsilon, self.privacy.largest.delta
+        if self.evaluation.used and self.evaluation.releases:
+            # Of a record that is held out.
+            epsilon, delta = (
+                max(epsilon, self.evaluation.epsilon),
+                max(delta, self.evaluation.delta),
+            )
+        bound = f"{upper(epsilon)} per {self.privacy.unit}"
+        if self.privacy.honest:
+            bound += f", if {self.privacy.honest} sites of each sum are honest"
         named = {
             "algorithm": self.algorithm,
             "data": self.data,
@@ -364,8 +386,8 @@ class Plan(BaseModel):
             "sites": f"{self.sites:,}",
             "sites per round": str(self.sites_per_round or ""),
             "rounds": f"{self.rounds:,}",
-            "ε": bound + self.privacy.unit if self.private else "NOT PRIVATE",
-            "δ": str(self.privacy.delta) if self.private else "",
+            "ε": bound if self.private else "NOT PRIVATE",
+            "δ": str(delta) if self.private else "",
         }
         bad = not self.private
         return [CardFigure(n, v, bad=bad and n == "ε") for n, v in named.items() if v]

@@ -9,7 +9,7 @@ directories, round). Tasks are created and counted in algorithms.wrappers.tasks.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -51,11 +51,14 @@ class Rounds:
     in_process: bool = False
     form: SumsForm | None = None
     status: str = "running"
+    _spent: bool = False
 
     def __call__(self, at: Checkpoint) -> Iterator[tuple[Checkpoint, RoundRecord]]:
         """Yield every committed round's checkpoint and record until the run ends."""
         while self.status == "running":
-            if at.round >= self.plan.rounds:
+            if self._spent:
+                self.status = "budget"
+            elif at.round >= self.plan.rounds:
                 self.status = "finished"
             elif self.stop():
                 self.status = "stopped"
@@ -69,14 +72,13 @@ class Rounds:
             else:
                 at, record = outcome
                 self.see([record])
-                spent = "budget" in record.refused.values()
-                if spent and self.plan.budget.when_spent == "stop":
-                    self.status = "budget"
                 yield outcome
 
     def see(self, records: Sequence[RoundRecord]) -> None:
-        """Pass rounds to early stopping; those of earlier sessions come first."""
+        """Pass on rounds, which may end the run; those of earlier sessions come first."""
         self._early.see(records)
+        stops = self.plan.budget.when_spent == "stop"
+        self._spent |= stops and any("budget" in record.refused.values() for record in records)
 
     def open_run(self, at: Checkpoint, record: RoundRecord) -> tuple[Checkpoint, RoundRecord]:
         """Carry out round 0, in which sites release column scales, if the algorithm has one.
@@ -110,12 +112,13 @@ class Rounds:
         started, number, begin = time.perf_counter(), at.round + 1, self._tasks.begin(at)
         tasks, steps = self._tasks.of(at, begin, number), self.plan.method.steps(begin)
 
-        def timed(up: Mapping[str, int]) -> tuple[float, frozenset[str]]:
+        def timed(up: Mapping[str, int], replied: Collection[str]) -> tuple[float, frozenset[str]]:
             sent = {site: (task.wire_bytes, up.get(site, 0)) for site, task in tasks.items()}
             sites = self.transport.sites
-            return self.plan.clock.round(self.plan.seed, number, steps, sites, sent)
+            return self.plan.clock.round(self.plan.seed, number, steps, sites, sent, replied)
 
-        tally = Tally(None if self.plan.clock.deadline is None else lambda up: timed(up)[1])
+        deadline = self.plan.clock.deadline
+        tally = Tally(None if deadline is None else lambda *answers: timed(*answers)[1])
         state = self._folded(begin, tasks, tally)
         if state is None:
             return None
@@ -127,7 +130,9 @@ class Rounds:
             bytes_up=up,
             asked=[*tasks] if self._tasks.participants.partial else [],
             refused=tally.refused,
-            simulated_seconds=timed(tally.lengths)[0] if self.plan.clock.used else 0.0,
+            simulated_seconds=timed(tally.lengths, tally.answered)[0]
+            if self.plan.clock.used
+            else 0.0,
             numbers=state.numbers,
         )
         included = {**at.included, **dict.fromkeys(tally.replied, number)}

@@ -7,6 +7,7 @@ import torch
 
 from fedpact.algorithms.private.adaptive_clip import Settings
 from fedpact.algorithms.wrappers.base import Method
+from fedpact.common.errors import PlanError
 from fedpact.common.messages import State, Task
 from fedpact.plan import Plan
 from fedpact.privacy.batches import clip_for
@@ -77,3 +78,27 @@ def test_the_counts_cost_is_in_the_ledgers_event():
 def test_a_scale_is_a_positive_number(by):
     with pytest.raises(Exception, match="weight"):
         Uniform(by)
+
+
+@pytest.mark.parametrize("algorithm", ["adaptive_clip", "adap_dpfl"])
+def test_a_clip_that_changes_is_refused_where_it_means_nothing(algorithm):
+    for table, why in (
+        ({"privacy": {"mode": "automatic"}}, "scaled to the clip"),
+        ({"control": {"kind": "ali", "iterations": 9}}, "assume a constant clip"),
+    ):
+        with pytest.raises(PlanError, match=why):
+            Plan.parse({"algorithm": algorithm, **table})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"), [("adaptive_clip", {"quantile_rate": 0.0}), ("adap_dpfl", {})]
+)
+def test_the_grid_follows_a_sites_own_clip(algorithm, settings):
+    """Noise in the reply is η f σ C / B a step, f the site's: its integers' grid is as fine."""
+    plan = {"algorithm": algorithm, "settings": settings, "compression": {"kind": "grid"}}
+    method = Plan.parse(plan).method
+    task = Task("run", 1, algorithm, {"w": torch.zeros(3)}, {})
+    whole = method._weights_of(task, State())["w"][0]
+    for clip in (0.5, 0.02):
+        found = method._weights_of(task, State(numbers={"clip": clip, "first": 1.0}))
+        assert found["w"][0] == pytest.approx(clip * whole, rel=1e-6)

@@ -4,11 +4,14 @@ import pytest
 import torch
 from tests.conformance.test_fixed_points import SITES, START
 
+import fedpact
 from fedpact import algorithms
 from fedpact.algorithms import apfl, ditto, fedavg, fedrep
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.common.errors import PlanError
+from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import Reply, State, Task
+from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 from fedpact.studies.conformance import HandFederation
 
 
@@ -147,3 +150,24 @@ def test_noise_of_a_private_run_reaches_a_sites_own_model(name):
         own.append(torch.cat(list(memory.vectors.values())))
         assert method.own_model(w, memory) is not None
     assert not torch.equal(*own)
+
+
+def test_fedreps_accuracy_is_that_of_the_sites_models(tmp_path):
+    """w itself has a head that is never trained, so its accuracy says nothing."""
+    raw = {
+        "algorithm": "fedrep",
+        "rounds": 3,
+        "sites": 3,
+        "model": "mlp",
+        "privacy": {"mode": "none"},
+    }
+    raw |= {"settings": {"head": 1290, "head_steps": 5, "body_steps": 5}}
+    raw |= {"partition": {"kind": "labels", "labels_per_site": 2, "held_out": 0.3}}
+    plan = Plan.parse(raw)
+    done = simulate(plan, tmp_path / "run")
+    scores = done.records[-1].scores.values()
+    hits = sum(score.accuracy * score.records for score in scores)
+    assert done.summary["accuracy"] == pytest.approx(hits / sum(s.records for s in scores))
+    assert (plan.head, Plan.parse({"algorithm": "fedavg"}).head) == (1290, 0)
+    with pytest.raises(DataError, match="each site's model has its own head"):
+        fedpact.load(done.folder)

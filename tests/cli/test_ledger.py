@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpact.cli.commands import ledger as commands
-from fedpact.common.errors import BudgetExhausted, LedgerError, PlanError, PolicyRefused
+from fedpact.common.errors import BudgetExhausted, InputError, LedgerError, PlanError, PolicyRefused
 from fedpact.common.format import upper
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian
@@ -245,6 +245,15 @@ def test_a_missing_or_unreadable_ledger_is_reported(own, asked, monkeypatch, tmp
     (hidden / "ledger.jsonl").unlink()
     with pytest.raises(LedgerError, match="no ledger of site-01, which took part"):
         asked(own, *given.get(asked, (True,)))
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "receipt.txt"])
+def test_a_receipt_is_a_json_file_and_no_ledger(own, name):
+    site = own / "sites" / "site-00"
+    before = (site / "ledger.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"--out is .*expected a name that ends in \.json"):
+        commands.export(site, site / name, as_json=True)
+    assert (site / "ledger.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("left", [None, b""])

@@ -19,10 +19,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import fedpact as package
+from fedpact.cli.commands import run as commands
 from fedpact.cli.main import main
 from fedpact.client import Client
+from fedpact.common.messages import RoundRecord
 from fedpact.common.run_folder import Folder
 from fedpact.simulation.setup import SimulationSetup
 
@@ -283,6 +286,19 @@ def test_interrupt_before_the_first_round_ends_at_once(tmp_path, monkeypatch):
     assert "Stopping after this round" not in done.stderr
 
 
+def test_stored_rounds_do_not_count_in_the_time_left(tmp_path, monkeypatch):
+    (tmp_path / "rounds.jsonl").write_text("{}\n" * 4)
+    passed, said = [0.0], io.StringIO()
+    monkeypatch.setattr(commands, "time", SimpleNamespace(perf_counter=lambda: passed[0]))
+    plan = package.Plan.parse({"rounds": 8, "privacy": {"mode": "none"}})
+    live = commands._Live(plan, tmp_path, Console(file=said))
+    for number in range(6):
+        passed[0] += 10.0 * (number > 3)
+        live(RoundRecord(round=number))
+    assert said.getvalue().endswith("30 s left\n")
+    assert said.getvalue().count("left") == 2
+
+
 def test_the_public_names_are_there_and_theory_needs_no_torch():
     for name in package.__all__:
         assert getattr(package, name).__name__ == name
@@ -347,6 +363,10 @@ def test_answers_can_be_joined_to_the_rows_of_the_file(tmp_path):
     done = fedpact(*words, "--keep", "patent", cwd=tmp_path)
     assert done.returncode == 2
     assert "--keep patent: new.csv has no such column: it has patient, age" in done.stderr
+    done = fedpact(*words, "--out", str(tmp_path / "new.csv"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "which holds the records: the predictions would replace them" in done.stderr
+    assert (tmp_path / "new.csv").read_text().startswith("patient,age\n007,40\n")
     # "labels" is what an .npz calls them, and would be written over.
     (tmp_path / "new.csv").write_text("label,labels,age\n1,1,40\n")
     for name, out in (("label", "a.csv"), ("labels", "a.npz")):

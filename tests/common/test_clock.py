@@ -86,3 +86,12 @@ def test_without_a_deadline_it_changes_no_bit(tmp_path):
         )
     assert torch.equal(models["none"], models["slow"])
     assert not torch.equal(models["none"], models["late"])
+
+
+def test_a_refusal_is_not_the_fastest_site():
+    """It comes at once, and the round waits for the fastest of those that send something."""
+    clock = SimulatedClock(step_seconds=[1.0, 10.0, 20.0], deadline=5.0)
+    sites, sent = ("a", "b", "c"), dict.fromkeys("abc", (1, 1))
+    assert clock.round(0, 1, 1, sites, sent, {"b", "c"}) == (10.0, frozenset("c"))
+    assert clock.round(0, 1, 1, sites, sent, {"a", "b", "c"}) == (5.0, frozenset("bc"))
+    assert clock.round(0, 1, 1, sites, sent, ())[0] == 5.0

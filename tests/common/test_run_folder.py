@@ -30,6 +30,12 @@ def test_a_checkpoint_reads_back_bit_for_bit():
     )
 
 
+def test_a_checkpoint_of_ten_thousand_sites_is_read_again():
+    included = {f"site-{k:05d}": k for k in range(10_000)}
+    before = Checkpoint(State({"w": torch.zeros(2)}, {}), 3, included)
+    assert Checkpoint.from_bytes(b"".join(before.to_parts())).included == included
+
+
 def test_a_record_whose_state_was_not_committed_is_dropped(tmp_path):
     folder = Folder(tmp_path)
     for number in range(3):

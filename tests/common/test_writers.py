@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ import fedpact
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import RoundRecord
 from fedpact.plan import Plan
+from fedpact.simulation import trackers
 from fedpact.simulation.trackers import Log, numbers
 
 SMALL = {"rounds": 2, "sites": 2, "privacy": {"accountant": "rdp"}}
@@ -47,6 +49,7 @@ def test_mlflow_matches_records_once_after_resume(tmp_path, monkeypatch):
     pytest.importorskip("sqlalchemy", reason="a database of MLflow's needs it")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     records = [RoundRecord(round=k, epsilon={"a b": 0.5 * k}, accuracy=0.1 * k) for k in range(3)]
+    Log(["mlflow"], tmp_path)(records[0])  # and killed
     for part in (records[:2], records):
         with Log(["mlflow"], tmp_path) as log:
             for record in part:
@@ -55,6 +58,40 @@ def test_mlflow_matches_records_once_after_resume(tmp_path, monkeypatch):
     client = mlflow.MlflowClient(tracking_uri=known["tracking_uri"])
     found = client.get_metric_history(known["run_id"], "epsilon/a b")
     assert [(m.step, m.value) for m in found] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    number = client.get_experiment_by_name("fedpact").experiment_id
+    assert [run.info.run_id for run in client.search_runs([number])] == [known["run_id"]]
+
+
+def test_an_outage_of_a_tracker_stops_no_run(tmp_path, monkeypatch, caplog):
+    sent, down = [], [True]
+
+    class Client:
+        def __init__(self, tracking_uri):
+            self.get_experiment_by_name = lambda name: SimpleNamespace(experiment_id="0")
+            run = SimpleNamespace(info=SimpleNamespace(run_id="a"))
+            self.create_run = lambda number, run_name: run
+
+        def log_batch(self, run, metrics=()):
+            if down:
+                raise ConnectionError("gone")
+            sent.extend(metrics)
+
+        def log_metric(self, *given, step):
+            self.log_batch(given)
+
+        set_terminated = log_batch
+
+    entities = SimpleNamespace(Metric=lambda name, value, at, step: (name, value, step))
+    fake = SimpleNamespace(MlflowClient=Client, entities=entities)
+    monkeypatch.setattr(trackers, "_module", lambda kind: fake)
+    with Log(["mlflow"], tmp_path) as log:
+        for number in range(3):
+            log(RoundRecord(round=number, loss=0.5))
+        assert sent == []
+        down.clear()
+    assert [found for found in sent if found[0] == "loss"] == [("loss", 0.5, k) for k in range(3)]
+    assert caplog.text.count("mlflow of run.log fails (ConnectionError: gone)") == 1
+    assert json.loads((tmp_path / "mlflow.json").read_text())["round"] == 2
 
 
 def test_of_a_deployment_only_what_was_released_is_written():

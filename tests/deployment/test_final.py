@@ -4,6 +4,7 @@ A site's answers are held against the server's: equal files, equal predictions.
 """
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fedpact.api import load
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import FINAL, Refusal, Reply, Task, from_bytes
-from fedpact.deployment.final_model import FinalModel
+from fedpact.deployment.final_model import FinalModel, find_published_model
 from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_evaluation import personalise_site
@@ -137,6 +138,15 @@ def test_a_site_with_its_own_head_keeps_its_own_model(federate):
     load(run.nodes[0].directory)
     with pytest.raises(DataError, match="its own head"):
         load(run.directory / "server")
+
+
+def test_a_site_directly_below_the_root_is_given_a_model(tmp_path):
+    """As in a container."""
+    model = tmp_path / "model.safetensors"
+    model.touch()
+    assert find_published_model(Path("/party"), "r", model) == model
+    with pytest.raises(PlanError, match=r"^/server/run/model\.safetensors does not exist"):
+        find_published_model(Path("/party"), "r", None)
 
 
 def test_model_of_wrong_shape_is_refused(site_dir):

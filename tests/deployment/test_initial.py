@@ -10,8 +10,9 @@ from tests.deployment.test_site import change
 
 import fedpact
 from fedpact.algorithms.wrappers.compression import START
-from fedpact.common.errors import ModelError, PolicyRefused
+from fedpact.common.errors import ModelError, PlanError, PolicyRefused
 from fedpact.common.messages import from_bytes
+from fedpact.common.run_folder import Folder
 from fedpact.deployment.files import write_extension
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
@@ -40,6 +41,22 @@ def test_parties_share_the_initial_model_with_the_simulation(federate, tmp_path)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ModelError, match="the plan names"):
         Site(site)
+
+
+def test_an_extension_that_cannot_be_writes_nothing(deployment, tmp_path):
+    server = Folder(deployment / "server")
+    plan = server.read_json("plan.json")
+    plan["privacy"]["per_site"] = {"site-00": {"epsilon": 0.5}}
+    server.write_json("plan.json", plan)
+    (server.path / "run").mkdir()
+    for status, told in (
+        ("diverged", "is diverged: expected a finished run"),
+        ("finished", r"epsilon is 0\.25 with privacy\.per_site: .*leave epsilon out"),
+    ):
+        server.write_json("run/summary.json", {"status": status})
+        with pytest.raises(PlanError, match=told):
+            write_extension(server.path, 2, 0.25, tmp_path / "more")
+    assert not (tmp_path / "more").exists()
 
 
 def test_a_deployment_is_extended_in_its_directories(federate, tmp_path):

@@ -1,5 +1,6 @@
 """What `fedpact deploy init` writes: complete, readable, closed where it has to be."""
 
+import codecs
 import json
 import math
 import os
@@ -18,14 +19,24 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.common.messages import RoundRecord
-from fedpact.deployment import local
+from fedpact.common.run_folder import Folder
+from fedpact.deployment import local, processes
 from fedpact.deployment.federation import Federation, Patience, read_plan
-from fedpact.deployment.files import Choices, policy, write_deployment
+from fedpact.deployment.files import (
+    Choices,
+    policy,
+    render_federation,
+    render_site_toml,
+    write_deployment,
+)
 from fedpact.deployment.flower import flower_records
+from fedpact.deployment.flower.health import find_outage
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
+from fedpact.simulation import predict
 from fedpact.simulation.flower import QUIET, require_flower
+from fedpact.simulation.predict import OwnColumns
 from fedpact.simulation.secure_aggregation import keys
 
 SECRETS = ("*.key", "runtime.secret", "records.npz")
@@ -48,6 +59,40 @@ def test_chosen_values_are_read_back(make, tmp_path):
     assert found.address.startswith("server.example.org:")
     assert found.classes == tuple("0123456789")
     assert read_plan(directory / "server" / "plan.json").rounds == 5
+
+
+def test_names_and_sizes_of_any_form_are_read_back(written):
+    found = Federation.read(written / "server" / "federation.toml")
+    classes = ("> 50\u202f000", "a\\b", "both ' and \"")
+    member = found.sites["site-00"].model_copy(update={"size": 1234567.0})
+    of = found.model_copy(update={"classes": classes, "sites": {**found.sites, "site-00": member}})
+    assert Federation.model_validate(tomllib.loads(render_federation(of))) == of
+    site = tomllib.loads(render_site_toml("a", "records.csv", 'ill "yes"'))
+    assert site["label"] == 'ill "yes"'
+
+
+def test_files_with_a_byte_order_mark_are_read(deployment, site_dir, tmp_path):
+    """As some editors write them."""
+    for path in deployment.rglob("*.toml"):
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    Site(site_dir).close()
+    assert OwnColumns.of(site_dir) == OwnColumns()
+    for party in (site_dir, deployment / "server"):
+        assert find_outage(party) == f"no process runs in {party}"
+    run = Federation.read(site_dir / "federation.toml").run
+    Folder(tmp_path).write_json("summary.json", {"run": run})
+    predict._tell_of_an_earlier_run(site_dir, tmp_path)
+
+
+def test_a_servers_json_is_one_document(deployment, monkeypatch):
+    def run(directory, on_round):
+        on_round(RoundRecord(round=1, epsilon={"a": 1.0}))
+        return {"status": "finished"}
+
+    monkeypatch.setattr(processes, "run_server", run)
+    done = CliRunner().invoke(app, ["deploy", "server", str(deployment / "server"), "--json"])
+    assert done.exception is None, done.exception
+    assert json.loads(done.stdout) == {"status": "finished"}
 
 
 def test_secrets_are_for_their_owner_only_and_no_two_are_alike(written):

@@ -146,3 +146,15 @@ def test_sweep_may_idle_others_settings_but_not_its_own():
         assert Plan.parse(plan.document()) == plan
     with pytest.raises(PlanError, match=r"server\.adaptivity is 0\.1 with"):
         expand_sweep(base, {"server.adaptivity": [0.1, 0.2]})
+
+
+@pytest.mark.parametrize("name", algorithms.names())
+def test_no_algorithm_refuses_a_key_for_anothers_sake(name):
+    """adaptive_clip has fedfdp's quantile_rate, but not the rule beside which that one counts."""
+    fields = algorithms.load(name).Settings.model_fields
+    for use in USES:
+        if use.table == "settings" and use.beside.partition(".")[2] not in fields:
+            for key in {*use.keys} & {*fields}:
+                value = 1.25 * fields[key].default
+                found = Plan.parse({"algorithm": name, "settings": {key: value}})
+                assert getattr(found.algorithm_settings, key) == value

@@ -295,6 +295,11 @@ def test_a_spent_site_leaves_and_the_rest_continue_or_stop(tmp_path):
     )
     stopped = simulate(stopping, tmp_path / "stop")
     assert (stopped.summary["status"], stopped.summary["rounds"]) == ("budget", allowed + 1)
+    ledgers = {path: path.read_bytes() for path in (tmp_path / "stop").rglob("ledger*")}
+    again = simulate(stopping, tmp_path / "stop")
+    assert (again.summary["status"], again.summary["rounds"]) == ("budget", allowed + 1)
+    assert ledgers
+    assert all(path.read_bytes() == before for path, before in ledgers.items())
 
 
 def test_server_arithmetic_is_single_threaded_and_use_is_not(tmp_path, monkeypatch):

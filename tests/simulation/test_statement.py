@@ -6,6 +6,7 @@ import math
 import pytest
 
 from fedpact.common.format import upper
+from fedpact.deployment.final_model import may_end_early
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 from fedpact.privacy.accounting.group_privacy import epsilon_per_person
@@ -158,3 +159,22 @@ def test_shared_noise_has_both_of_a_person():
 )
 def test_it_names_the_precision(precision, said):
     assert said in statement(run={"precision": precision})["precision"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "more"),
+    [
+        ("ali_dpfl", {"iterations": 20, "kappa": 1e-4}, {}),
+        ("fedavg", {}, {"control": {"kind": "ali", "iterations": 20}}),
+        ("fedproxvr", {"accuracy": 2.0, "local_steps": 4}, {}),
+    ],
+)
+def test_where_steps_follow_releases_epsilon_is_the_reserved(algorithm, settings, more, tmp_path):
+    """The events charged so far are no bound where their number depends on what they showed."""
+    raw = {"algorithm": algorithm, "settings": settings, "rounds": 4, "sites": 2, **more}
+    raw["privacy"] = {"epsilon": 20.0, "accountant": "rdp"}
+    plan = Plan.parse(raw)
+    done = simulate(plan, tmp_path / "run")
+    assert set(done.summary["epsilon"].values()) == {20.0}
+    assert may_end_early(plan, done.summary["rounds"])
+    assert not Plan.parse({"algorithm": "fedproxvr"}).adaptive

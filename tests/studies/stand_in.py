@@ -14,6 +14,8 @@ from pathlib import Path
 def work(says, stopping, plan, folder):
     what = Path(folder).parent.name
     Path(folder).with_suffix(".pid").write_text(str(os.getpid()))
+    if what == "interrupted":
+        os.kill(os.getpid(), signal.SIGKILL)
     for number in range(plan["rounds"]):
         says.send(("round", number, None if number else 0.25, None))
         if what == "slow":

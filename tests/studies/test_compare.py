@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -166,7 +167,7 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     assert end.value.code == 2
     # Two of the three runs have ended before, and only the third is tried again.
     assert told.err.count("seed 3") == 1
-    assert "broken seed 3: FAILED: a paragraph" in told.err
+    assert "broken seed 3: FAILED: a paragraph\n" in told.err
     assert "broken seed 3 is missing: a paragraph" in told.out
     assert "NOT AN EQUAL COMPARISON; the runs differ in:\none: seeds 3\n" in told.out
     assert "adjacency: add/remove one record; accountant: best" in told.out
@@ -229,6 +230,33 @@ def test_ctrl_c_ends_after_the_round_and_reruns_continue(
     (entry,) = comparison.entries
     assert entry.missing == {}
     assert entry.runs[0].last.round == 120
+
+
+def test_ctrl_c_before_joining_is_computed_says_so(
+    whole: tuple[Comparison, list[RunProgress]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(folder: Path, known: object, on_site: Callable[[str, int], None]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        on_site("site-00", 2)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("fedpact.studies.compare.of_run", interrupt)
+    (tmp_path / "one.json").write_text(json.dumps(FEDAVG.model_dump(mode="json")))
+    options = ["--joining", "--set", "seed=3", "--seeds", "1", "--out", str(whole[0].folder)]
+    monkeypatch.setattr(sys, "argv", ["fedpact", "compare", str(tmp_path / "one.json"), *options])
+    try:
+        with pytest.raises(SystemExit) as end:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert end.value.code == 130
+    assert (
+        "the value of joining is missing for 1 of 1 run: the same command with"
+        in capsys.readouterr().err
+    )
 
 
 class Speaker(torch.nn.Module):

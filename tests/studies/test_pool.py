@@ -151,6 +151,15 @@ def test_ctrl_c_on_the_terminal_does_not_end_the_processes(tmp_path: Path) -> No
     assert [n.ended for n in news] == [False, True]
 
 
+def test_a_process_that_ctrl_c_ended_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It imported the package still, so it did not ignore the signal yet."""
+    monkeypatch.setattr(pool, "_POLL", 600)
+    asked = iter([False])
+    assert run_jobs(jobs(tmp_path, "interrupted"), 1, print, lambda: next(asked, True)) == {}
+
+
 def test_a_comparing_script_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
     """Though no `if __name__ == "__main__"` guards it."""
     script = tmp_path / "script.py"

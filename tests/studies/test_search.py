@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.studies import stand_in
 
-from fedpact.common.errors import PlanError
+from fedpact.common.errors import InputError, PlanError
 from fedpact.common.format import upper
 from fedpact.data.load import from_arrays
 from fedpact.data.partition import make_partition
@@ -49,7 +49,10 @@ def test_points_are_drawn_within_their_ranges_by_their_law():
     points = draw_points(seven, ranges, 300)
     assert points == draw_points(seven, ranges, 300) != draw_points(eight, ranges, 300)
     assert points[:5] == draw_points(seven, ranges, 5)
-    assert draw_points(seven, [], 5) == []
+    assert len(draw_points(seven, ranges, None)) == 8
+    assert draw_points(seven, [], None) == []
+    with pytest.raises(PlanError, match=r"--draws is 9 without --draw: .*leave --draws out"):
+        draw_points(seven, [], 9)
     rates = sorted(math.log10(point[RATE]) for point in points)
     # Even on the logarithm: the median is 0 ± 0.07 times 2.
     assert -2 <= rates[0] < -1.9
@@ -181,6 +184,12 @@ def test_incompatible_settings_are_refused(points, how, tmp_path):
         search({"one": Plan.parse({})}, points, 1, tmp_path, **how)
 
 
+@pytest.mark.parametrize("halving", [0, -3])
+def test_halving_is_a_whole_number_above_zero(halving, tmp_path):
+    with pytest.raises(InputError, match=f"halving is {halving}: expected"):
+        search({"one": Plan.parse({})}, [{RATE: 1.0}], 1, tmp_path, halving=halving)
+
+
 def test_trials_release_no_evaluation(tmp_path):
     plan = Plan.parse({"evaluation": {"share": 0.2}})
     with pytest.raises(PlanError, match="leave \\[evaluation\\] out while choosing"):
@@ -207,7 +216,7 @@ def test_a_search_ends_at_a_trial_that_failed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "points", "how", "told"),
     [
-        ({"budget": {"patience": 3}}, [{RATE: 1.0}], {}, "leave patience and target out"),
+        ({"budget": {"patience": 3}}, [{RATE: 1.0}], {}, "leave patience and accuracy out"),
         ({}, [{"rounds": 2}], {"halving": 2}, "both set the rounds"),
         ({"partition": {"held_out": 0.0}}, [{RATE: 1.0}], {"joining": True}, "leave --joining out"),
         ({"privacy": {"mode": "none"}}, [{RATE: 1.0}], {"counted": True}, "leave --counted out"),

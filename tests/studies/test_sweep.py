@@ -49,6 +49,14 @@ def test_several_keys_make_all_combinations():
     assert "a-epsilon-1.0-local_steps-9" in entries
 
 
+def test_names_of_long_sweeps_stay_short_and_differ():
+    keys = {f"privacy.per_site.site-{i:02}.epsilon": [1.0] for i in range(29)}
+    sweep = {**keys, "privacy.per_site.site-29.epsilon": [1.0, 2.0]}
+    entries, _ = expand_sweep({"a": Plan.parse({"sites": 30})}, sweep)
+    assert len(entries) == 2
+    assert all(len(name) <= 100 for name in entries)
+
+
 def test_derived_keys_follow_a_swept_key():
     (few, many), _ = (
         list(part.values())

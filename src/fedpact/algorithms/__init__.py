@@ -77,6 +77,10 @@ class MethodFacts:
     iterations: int | None = None
     """With a controlled τ: the total of local iterations; None: as many as σ allows."""
 
+    adaptive: bool = False
+    """Whether the number of events of a round may follow from what was released before: then the
+    ε of a run is what it reserved."""
+
     summed: Summed = Summed()
     """What the server needs of single replies: by default only their sizes."""
 
@@ -99,9 +103,13 @@ class MethodFacts:
     released gradients times numbers that follow from the task, for any memory of the site. Masked
     replies can then be short. The conformance suite compares both."""
 
+    scales_steps: tuple[str, ...] = ()
+    """The numbers of a site's memory by which the noise of its steps is scaled."""
+
     excludes: Mapping[str, str] = field(default_factory=dict[str, str])
     """Part of a plan -> why it cannot be combined with the algorithm: "fairness", "control",
-    "robust", "local", "local.head", "server", or "privacy.clip_schedule"."""
+    "robust", "local", "local.head", "server", "privacy.clip_schedule", or "privacy.mode", which is
+    of automatic clipping."""
 
     opens_run: bool = False
     """Whether sites release something before the first round, in round 0."""

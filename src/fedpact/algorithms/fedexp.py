@@ -54,6 +54,7 @@ def facts(settings: Settings) -> MethodFacts:
         excludes={
             "server": "its extrapolation is already a step size of the server",
             "local": "it subtracts the noise of plain steps from a site's movement",
+            "local.head": "its step follows from lengths, which would include the heads",
             "robust": "its step depends on lengths that sites report, so a lie could choose it",
         },
     )

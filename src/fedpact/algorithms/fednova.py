@@ -45,7 +45,10 @@ def facts(settings: Settings) -> MethodFacts:
         needs_all_sites="",
         summed=Summed(public=("steps",)),
         sums_releases=True,
-        excludes={"local": "its movement over τ is a mean gradient only for plain steps"},
+        excludes={
+            "local": "its movement over τ is a mean gradient only for plain steps",
+            "local.head": "its reply has the movement over τ, and a head takes the whole of it",
+        },
     )
 
 

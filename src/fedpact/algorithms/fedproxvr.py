@@ -95,6 +95,7 @@ def facts(settings: Settings) -> MethodFacts:
         {_channel(settings): 1.0},
         # v⁰, before the local steps.
         Opening(settings.opening_rate, {"gradient": settings.opening_noise}),
+        adaptive=settings.accuracy is not None,
         needs_all_sites="",
         excludes={
             "fairness": "its gradient differences are clipped in proportion to the movement, which "

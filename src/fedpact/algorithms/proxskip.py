@@ -19,7 +19,8 @@ Neutral   p = 1 gives fedavg with one step, up to rounding: Σ p_i h_i = 0, so t
 Differs   the coins of a round are drawn before it, from the round's number. A round ends after
           most_steps steps at the latest, so that a run's events are bounded; h_i's step still uses
           the plan's p.
-          Weights p_i, with which Σ p_i h_i = 0 as well; the paper's are even.
+          Weights p_i, with which Σ p_i h_i = 0 as well; the paper's are even. A reply that is lost
+          leaves Σ p_i h_i a little off 0 for good.
 
 p near sqrt(μ/L), one over the square root of the condition number, needs the fewest rounds.
 """
@@ -69,6 +70,8 @@ def facts(settings: Settings) -> MethodFacts:
             "privacy.clip_schedule": "its control variates are gradients of earlier rounds, "
             "with another clip than those that they correct",
             "fairness": "its control variates would no longer add up to 0 under weights by loss",
+            "robust": "its control variates add up to 0 only under the sites' mean, and the model "
+            "would depend on where it started",
         },
     )
 

@@ -11,7 +11,7 @@ the deadline. d_com, d_cmp: FedProxVR's (ICPP 2020, Section 4.3).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from pydantic import BaseModel, Field, NonNegativeFloat
@@ -78,20 +78,22 @@ class SimulatedClock(BaseModel):
         steps: int,
         sites: tuple[str, ...],
         sent: Mapping[str, tuple[int, int]],
+        replied: Collection[str] | None = None,
     ) -> tuple[float, frozenset[str]]:
         """Return the seconds that a round takes, and which of the sites asked are late.
 
-        sent: each site asked, with the bytes down and up.
+        sent: each site asked, with the bytes down and up. replied: those that did not refuse, of
+        which a round waits for the fastest; by default all.
         """
         took = {
             site: self._factor(seed, number, site)
             * self._alone(sites.index(site), steps, *sent[site])
             for site in sent
         }
-        last = max(took.values())
+        last, counted = max(took.values()), sent if replied is None else replied
         if self.deadline is None or last <= self.deadline:
             return last, frozenset()
-        waited = max(self.deadline, min(took.values()))
+        waited = max(self.deadline, min((took[s] for s in took if s in counted), default=0.0))
         return waited, frozenset(site for site, seconds in took.items() if seconds > waited)
 
     def _alone(self, place: int, steps: int, down: int, up: int) -> float:

@@ -268,11 +268,12 @@ def _hash(message: Message) -> str:
     return digest.hexdigest()[:32]
 
 
-def from_bytes(block: bytes, most_vectors: int = MOST_VECTORS) -> Message:
+def from_bytes(block: bytes, most_vectors: float = MOST_VECTORS) -> Message:
     """Decode what `to_bytes` encoded. Raises InputError if the block is not a valid message.
 
-    most_vectors: the most that it may have. A longer header is refused unread, so that a malicious
-    message causes little work before the number of its vectors is known.
+    most_vectors: the most that it may have; infinite for a file of one's own. A longer header is
+    refused unread, so that a malicious message causes little work before the number of its vectors
+    is known.
     """
     told, most = int.from_bytes(block[:8], "little"), _HEAD + _HEAD_EACH * most_vectors
     if told > most:

@@ -188,7 +188,7 @@ class Checkpoint:
     @staticmethod
     def from_bytes(block: bytes) -> "Checkpoint":
         """Decode the parts that `to_parts` returned, joined."""
-        stored = from_bytes(block)
+        stored = from_bytes(block, math.inf)
         if not isinstance(stored, State):
             raise DataError(f"a {type(stored).__name__} was found where a run's state is expected")
         numbers = dict(stored.numbers)

@@ -282,7 +282,7 @@ def check_deployable(plan: Plan) -> None:
 def parse_toml(kind: type[_Model], path: Path) -> _Model:
     """Read a TOML file as a pydantic model. Raises PlanError, naming every mistake."""
     try:
-        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise PlanError(
             f"{path} cannot be read ({error}): expected a file that `fedpact deploy init` wrote"

@@ -64,7 +64,7 @@ docs/how-to/operate-a-deployment.md.
 def render_federation(of: Federation) -> str:
     """Return federation.toml."""
     members = "".join(
-        f'\n[sites.{toml(name)}]\nsize = {member.size:g}\nkey = "{member.key}"\n'
+        f'\n[sites.{toml(name)}]\nsize = {member.size:.17g}\nkey = "{member.key}"\n'
         for name, member in of.sites.items()
     )
     patience, checks = of.patience, of.checks
@@ -80,7 +80,7 @@ def render_federation(of: Federation) -> str:
 run = "{of.run}"               # a site takes part only in this run
 address = "{of.address}"       # of the server, as the sites reach it
 server_key = "{of.server_key}"
-classes = {list(of.classes)!r}
+classes = {toml(of.classes)}
 shape = {list(of.shape)}       # of one record
 values = "{of.values}"
 {person}
@@ -131,7 +131,7 @@ def _records(form: RecordForm) -> str:
 def render_site_toml(name: str, records: str, label: str | None) -> str:
     """Return site.toml."""
     column = (
-        f'label = "{label}"' if label else '# label = "..."   # the label\'s column, of a table'
+        f"label = {toml(label)}" if label else '# label = "..."   # the label\'s column, of a table'
     )
     return f"""\
 # The owner's settings; no message can change them. Paths are relative to this directory.
@@ -359,6 +359,16 @@ def write_extension(server: Path, rounds: int, epsilon: float | None, out: Path)
         raise PlanError(
             f"{folder.path} has no run that has ended: expected the server's run, whose final "
             "model the new run begins with"
+        )
+    if folder.read_json("summary.json")["status"] == "diverged":
+        raise PlanError(
+            f"run {folder.path} is diverged: expected a finished run; a run that diverged has to "
+            "be started again"
+        )
+    if epsilon is not None and plan.privacy.per_site:
+        raise PlanError(
+            f"epsilon is {epsilon!r} with privacy.per_site: the new run has the budgets of the "
+            "plan; leave epsilon out"
         )
     changed = {**plan.document(), "rounds": rounds, "initial": {"weights": str(folder.path)}}
     if epsilon is not None:

@@ -129,8 +129,8 @@ def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:
 
 
 def may_end_early(plan: Plan, rounds: int | None) -> bool:
-    """Whether a run's end after so many rounds may follow from releases: then ε is the reserved."""
-    return plan.budget.early and rounds != plan.rounds
+    """Whether a run's length, of so many rounds, may follow from releases: ε is then reserved."""
+    return plan.adaptive or (plan.budget.early and rounds != plan.rounds)
 
 
 def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Path) -> str:
@@ -160,8 +160,7 @@ def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
 
     Raises PlanError: it is missing, or belongs to another run.
     """
-    path = directory.absolute().parents[1] / "server" / RUN / "model.safetensors"
-    path = path if model is None else model
+    path = model or directory.absolute().parent.parent / "server" / RUN / "model.safetensors"
     if not path.is_file():
         raise PlanError(
             f"{path} does not exist: expected the final model of run {run}, which the server "

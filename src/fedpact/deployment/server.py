@@ -127,7 +127,7 @@ class Coordinator:
         check_grid(found.terms.values())
         each = ((one.columns, one.size) for one in found.terms.values())
         advise_of_loud(f"run {federation.run}", each)
-        test = (directory / "test.npz").exists() and not plan.local.head
+        test = (directory / "test.npz").exists() and not plan.head
         check_public(plan.budget.early, plan.private, form, test=test, held=False)
         return found
 
@@ -308,7 +308,7 @@ class _Evaluator:
         self._loss = coordinator.plan.task.per_record(len(coordinator.federation.classes))
         self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
         # With local heads the shared part alone cannot predict.
-        self._test = None if coordinator.plan.local.head else _test_set(coordinator)
+        self._test = None if coordinator.plan.head else _test_set(coordinator)
         federation, plan = coordinator.federation, coordinator.plan
         stage = federation.stage(plan, coordinator.directory)
         columns = federation.features

@@ -96,7 +96,7 @@ class Policy(BaseModel):
     def read(path: Path) -> "Policy":
         """Read a site's policy.toml. Raises PlanError: an unreadable policy allows nothing."""
         try:
-            return Policy.parse(tomllib.loads(path.read_text(encoding="utf-8")))
+            return Policy.parse(tomllib.loads(path.read_text(encoding="utf-8-sig")))
         except (OSError, ValueError) as error:  # no TOML, or no UTF-8
             raise PlanError(
                 f"policy {path} cannot be read ({error}): a site without a readable policy takes "

@@ -317,13 +317,18 @@ class Privacy(BaseModel):
 
     def least_noise_of(self, released: int) -> float:
         """Return the smallest noise deviation in sums of columns under any of the budgets."""
-        grants = self.per_site.values()
-        epsilon = max(_most(self.epsilon), *(one.epsilon or 0.0 for one in grants), 0.0)
-        delta = max(_most(self.delta), *(one.delta or 0.0 for one in grants), 0.0)
-        of = Budget(epsilon, delta)
+        of = self.largest
         return column_scales.deviation(
             column_scales.release(released, of, self.accountant, self.column_share, 1)
         )
+
+    @property
+    def largest(self) -> Budget:
+        """The largest ε and the largest δ of all sites."""
+        grants = self.per_site.values()
+        epsilon = max(_most(self.epsilon), *(one.epsilon or 0.0 for one in grants), 0.0)
+        delta = max(_most(self.delta), *(one.delta or 0.0 for one in grants), 0.0)
+        return Budget(epsilon, delta)
 
     def terms(self, sites: tuple[str, ...], asked: Terms) -> Terms:
         """Return a site's terms, with σ_i as given or calibrated.

@@ -95,7 +95,7 @@ class Evaluator:
         kept = list[tuple[Tensor, Tensor]]()
         data, scores = self._scene.dataset, self._at_sites(common, own, kept)
         self._model.load(common)
-        if own and self._scene.plan.local.head:
+        if own and self._scene.plan.head:
             # The head of `common` is untrained.
             whole = _pooled(scores)
         elif data.x_test is not None and data.y_test is not None:
@@ -182,7 +182,7 @@ def own_models(
 def select_judged_labels(scene: SimulationSetup) -> Tensor:
     """Return the labels on which accuracy is measured: the test set's, or all held-out ones."""
     public = scene.dataset.y_test
-    if public is not None and not scene.plan.local.head:
+    if public is not None and not scene.plan.head:
         return public
     return torch.cat([site.y_held for site in scene.sites])
 

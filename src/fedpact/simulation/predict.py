@@ -129,7 +129,7 @@ class OwnColumns:
         if not path.exists():
             return OwnColumns()
         with parse_errors(path, "mend it, as `fedpact deploy check` says"):
-            raw = tomllib.loads(path.read_text(encoding="utf-8"))
+            raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
             named = raw.get("columns", {}).items()
             sources = {name: FileColumn.model_validate(one) for name, one in named}
             return OwnColumns(raw.get("label"), sources)
@@ -216,7 +216,7 @@ def _tell_of_an_earlier_run(party: Path, folder: Path) -> None:
     if not (party / "site.toml").exists():
         return
     with parse_errors(party / "federation.toml", "put it back as it was handed out"):
-        now = tomllib.loads((party / "federation.toml").read_text(encoding="utf-8"))["run"]
+        now = tomllib.loads((party / "federation.toml").read_text(encoding="utf-8-sig"))["run"]
     of = Folder(folder).read_json("summary.json").get("run")
     if of != now:
         _log.warning(
@@ -255,9 +255,9 @@ class Predictor:
             plan = plan.model_copy(update={"model": model_again(own, plan.model)})
         form = RecordedForm.read(folder)
         beside = folder.absolute().parent
-        if plan.local.head and not (beside / "site.toml").exists():
+        if plan.head and not (beside / "site.toml").exists():
             raise DataError(
-                f"{folder}: local.head is {plan.local.head}: each site's model has its own head, "
+                f"{folder}: head is {plan.head}: each site's model has its own head, "
                 "which a run's folder does not hold, so there is no whole model here"
             )
         at = beside if (beside / "federation.toml").exists() else _begun_at(plan, folder)

@@ -162,8 +162,8 @@ def _summary(
     # A regression has no accuracy, and so no spread of it.
     counted = last.accuracy is None or not math.isnan(last.accuracy)
     spent, alone = dict(last.epsilon), dict(last.epsilon_alone)
-    if plan.private and status in ("accuracy", "patience"):
-        # The stopping time depended on released numbers, so only the reserved ε is guaranteed.
+    if plan.private and (plan.adaptive or status in ("accuracy", "patience")):
+        # The number of events depended on releases, so only the reserved ε is guaranteed.
         spent = {n: terms[n].budget.epsilon for n in spent}
         alone = {n: terms[n].guarantee.alone for n in alone}
     return {

@@ -101,7 +101,7 @@ class SimulationSetup:
                 policy.check_run(plan.algorithm, own, (0.0, 0.0), evaluation=plan.evaluation_terms)
         scene = SimulationSetup(plan, raw, dataset, partition, sites, terms, workshop, policy)
         _ = scene.form, scene.participants
-        public = dataset.x_test is not None and not plan.local.head
+        public = dataset.x_test is not None and not plan.head
         held_out = any(len(site.y_held) for site in sites)
         check_public(plan.budget.early, plan.private, scene.form, test=public, held=held_out)
         device_of(plan.run.device, plan.run.precision)

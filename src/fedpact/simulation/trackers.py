@@ -5,28 +5,34 @@
 
 TensorBoard's files are in the run's folder, under tensorboard/, and are rewritten when the run is
 resumed. MLflow's are under mlflow/, or at MLFLOW_TRACKING_URI; mlflow.json names the run there,
-which a resumed run continues. The numbers are those of rounds.jsonl: in a deployment, released
-numbers only. Numbers that only a simulator knows are named simulator_only.
+which a resumed run continues. If a tracker fails, the run goes on without it. The numbers are those
+of rounds.jsonl: in a deployment, released numbers only. Numbers that only a simulator knows are
+named simulator_only.
 """
 
 import json
+import logging
 import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Self
 
 from fedpact.common.errors import InputError
+from fedpact.common.files import write_whole
 from fedpact.common.records import RoundRecord
 
-Write = Callable[[str, float, int], None]
-"""Takes a number's name, its value, and the round."""
+Write = Callable[[Mapping[str, float], int], None]
+"""Takes a round's numbers by name, and the round."""
+Tracker = tuple[Write, Callable[[], None]]
+"""Writes a round, and ends the tracker's run."""
 
 _MODULES: Final = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow"}
+_logger = logging.getLogger("fedpact")
 
 
 def check_log(kinds: Sequence[str]) -> None:
@@ -60,19 +66,22 @@ def numbers(record: RoundRecord) -> Iterator[tuple[str, float]]:
 class Log:
     """A context manager that writes each record once to each tracker in `kinds`.
 
+    A tracker that fails is tried again at the end only, as to wait for it would delay the rounds.
     folder: the run's. Raises InputError: an extra is not installed.
     """
 
     def __init__(self, kinds: Sequence[str], folder: Path) -> None:
-        self._stack = ExitStack()
-        self._writes = [_KINDS[kind](folder, self._stack) for kind in kinds]
-        self._written = set[tuple[str, int]]()
+        self._trackers = {kind: _KINDS[kind](folder) for kind in kinds}
+        self._waiting = {kind: list[tuple[dict[str, float], int]]() for kind in kinds}
+        self._written, self._failed = set[tuple[str, int]](), set[str]()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        for kind, (_, close) in self._trackers.items():
+            self._try(kind, lambda kind=kind: self._send(kind))
+            self._try(kind, close)
 
     def and_tell(self, on_round: Callable[[RoundRecord], None]) -> Callable[[RoundRecord], None]:
         """Return a function that writes a record, then calls `on_round`."""
@@ -85,27 +94,54 @@ class Log:
 
     def __call__(self, record: RoundRecord) -> None:
         """Write the record's numbers that were not written before."""
-        for name, value in numbers(record):
-            if (name, record.round) not in self._written and math.isfinite(value):
-                self._written.add((name, record.round))
-                for write in self._writes:
-                    write(name, value, record.round)
+        new = {
+            name: value
+            for name, value in numbers(record)
+            if (name, record.round) not in self._written and math.isfinite(value)
+        }
+        self._written |= {(name, record.round) for name in new}
+        for kind, waiting in self._waiting.items():
+            waiting += [(new, record.round)] * bool(new)
+            if kind not in self._failed:
+                self._try(kind, lambda kind=kind: self._send(kind))
+
+    def _send(self, kind: str) -> None:
+        """Write the rounds that wait for a tracker."""
+        waiting = self._waiting[kind]
+        while waiting:
+            self._trackers[kind][0](*waiting[0])
+            del waiting[0]
+
+    def _try(self, kind: str, act: Callable[[], None]) -> None:
+        """Act on a tracker; warn the first time that it fails."""
+        try:
+            act()
+        except Exception as error:  # of a database, a server or a disk
+            if kind not in self._failed:
+                _logger.warning(
+                    "%s of run.log fails (%s: %s): the run goes on, and what is missing there is "
+                    "written when the run ends or is resumed, if it works again",
+                    kind,
+                    type(error).__name__,
+                    error,
+                )
+            self._failed.add(kind)
 
 
-def _tensorboard(folder: Path, stack: ExitStack) -> Write:
+def _tensorboard(folder: Path) -> Tracker:
     place = folder / "tensorboard"
     writer: Any = _module("tensorboard").SummaryWriter
     shutil.rmtree(place, ignore_errors=True)
     opened = writer(str(place))
-    stack.callback(opened.close)
 
-    def write(name: str, value: float, step: int) -> None:
-        opened.add_scalar(name, value, step)
+    def write(found: Mapping[str, float], step: int) -> None:
+        for name, value in found.items():
+            opened.add_scalar(name, value, step)
 
-    return write
+    return write, opened.close
 
 
-def _mlflow(folder: Path, stack: ExitStack) -> Write:
+def _mlflow(folder: Path) -> Tracker:
     mlflow: Any = _module("mlflow")
     at = os.environ.get("MLFLOW_TRACKING_URI")
     if at is None:
@@ -113,6 +149,11 @@ def _mlflow(folder: Path, stack: ExitStack) -> Write:
         place.mkdir(parents=True, exist_ok=True)
         at = f"sqlite:///{place.absolute()}/mlflow.db"
     known = _known(folder / "mlflow.json")
+
+    def keep(known: Mapping[str, Any]) -> None:
+        text = json.dumps(known) + "\n"
+        write_whole(folder / "mlflow.json", text.encode(), private=False)
+
     try:
         client = mlflow.MlflowClient(tracking_uri=at)
         if known is None:
@@ -120,6 +161,7 @@ def _mlflow(folder: Path, stack: ExitStack) -> Write:
             number = client.create_experiment("fedpact") if found is None else found.experiment_id
             run = client.create_run(number, run_name=folder.name).info.run_id
             known = {"run_id": run, "tracking_uri": at, "round": -1}
+            keep(known)
     except Exception as error:  # of a database or a server
         raise InputError(
             f"MLflow at {at} cannot start a run ({type(error).__name__}: {error}): set "
@@ -127,21 +169,20 @@ def _mlflow(folder: Path, stack: ExitStack) -> Write:
         ) from error
     run, last = known["run_id"], int(known["round"])
 
-    def write(name: str, value: float, step: int) -> None:
+    def write(found: Mapping[str, float], step: int) -> None:
         # Skip rounds that were logged before the run was resumed.
         if step > last:
+            now = int(1000 * time.time())
+            named = {re.sub(r"[^\w\-. /:]", "_", name): value for name, value in found.items()}
+            metric = mlflow.entities.Metric
+            client.log_batch(run, [metric(name, v, now, step) for name, v in named.items()])
             known["round"] = max(int(known["round"]), step)
-            client.log_metric(run, re.sub(r"[^\w\-. /:]", "_", name), value, step=step)
+            keep(known)
 
-    def close() -> None:
-        client.set_terminated(run)
-        (folder / "mlflow.json").write_text(json.dumps(known) + "\n", encoding="utf-8")
-
-    stack.callback(close)
-    return write
+    return write, lambda: client.set_terminated(run)
 
 
-_KINDS: Final[Mapping[str, Callable[[Path, ExitStack], Write]]] = {
+_KINDS: Final[Mapping[str, Callable[[Path], Tracker]]] = {
     "tensorboard": _tensorboard,
     "mlflow": _mlflow,
 }

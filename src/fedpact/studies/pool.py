@@ -101,7 +101,10 @@ def run_jobs(
                 process = idle.pop() if idle else _Process(stopping)
                 process.begin(waiting.popleft())
                 running[process.said] = process
-            for ready in wait(list(running), _POLL):
+            found = wait(list(running), _POLL)
+            if stop():  # before a process that Ctrl-C has ended counts as a failure
+                stopping.set()
+            for ready in found:
                 process = running[ready]
                 news = process.next_news()
                 if news.ended:

@@ -72,13 +72,18 @@ def read_ranges(texts: Sequence[str]) -> dict[str, SearchRange]:
 
 
 def draw_points(
-    plans: Mapping[str, Plan], texts: Sequence[str], count: int
+    plans: Mapping[str, Plan], texts: Sequence[str], count: int | None
 ) -> list[dict[str, Any]]:
-    """Return `count` points within the ranges `KEY=LOW:HIGH`; none without ranges.
+    """Return `count` points, by default 8, within the ranges `KEY=LOW:HIGH`; none without ranges.
 
     They depend on the first plan's seed only. Raises PlanError, as read_ranges does, or for a
-    setting that no plan has.
+    setting that no plan has, or a count without ranges.
     """
+    if count is not None and not texts:
+        raise PlanError(
+            f"--draws is {count} without --draw: expected ranges to draw from; add one, as --draw "
+            "settings.learning_rate=0.1:10, or leave --draws out"
+        )
     ranges, seed = read_ranges(texts), next(iter(plans.values())).seed
     for key in ranges:
         if key == "partition.validation":
@@ -88,7 +93,7 @@ def draw_points(
             raise PlanError(f"--draw {key}: it is {no_setting(names)}")
     return [
         {key: one.draw(seeded_generator(seed, "search", i, key)) for key, one in ranges.items()}
-        for i in range(check.count(draws=count) if ranges else 0)
+        for i in range(check.count(draws=8 if count is None else count) if ranges else 0)
     ]
 
 
@@ -127,6 +132,7 @@ def search(
     the cost of all runs, trials included. sweep: instead of points. how: passed to compare.compare.
     Raises PlanError: points and a sweep, halving without points, or no trial of a plan has ended.
     """
+    check.count(halving=halving)
     how |= {"stop": stop}
     if not points and halving == 1:
         return compare(plans, seeds, out, counted=counted, joining=joining, sweep=sweep, **how)
@@ -138,7 +144,7 @@ def search(
         if plan.budget.early:
             raise PlanError(
                 f"{name}: --draw with a [budget] that may end a run early: a trial's length would "
-                "follow from its validation records; leave patience and target out"
+                "follow from its validation records; leave patience and accuracy out"
             )
     if joining:
         check_held_out(plans)

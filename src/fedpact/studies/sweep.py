@@ -18,6 +18,7 @@ from fedpact.common.configuration import (
     value_of,
 )
 from fedpact.common.errors import PlanError
+from fedpact.common.files import safe_name
 from fedpact.common.user_code import name_object, name_of_function
 from fedpact.plan import Plan
 from fedpact.report.compared_runs import SweepPoint
@@ -111,7 +112,7 @@ def _enter(
 ) -> None:
     texts = [f"{key.rpartition('.')[2]}-{value}" for key, value in chosen.items()]
     parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value" for text in texts]
-    entry = free_name("-".join([name, *parts]), entries)
+    entry = free_name(safe_name("-".join([name, *parts])), entries)
     entries[entry], points[entry] = changed(plan, chosen), SweepPoint(name, chosen)
 
 

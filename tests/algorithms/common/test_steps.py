@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpact.algorithms.common.steps import proximal_sgd, sgd, weigh_replies, weighted_mean
+from fedpact.algorithms.common.steps import (
+    follow_quantile,
+    proximal_sgd,
+    sgd,
+    weigh_replies,
+    weighted_mean,
+)
 from fedpact.common.errors import InputError
 from fedpact.common.messages import Reply
 
@@ -120,3 +126,13 @@ def test_uniform_weights_are_alike_and_lazy():
 def test_no_reply_is_refused():
     with pytest.raises(InputError, match="replies is empty"):
         weighted_mean([])
+
+
+@pytest.mark.parametrize("most", [10.0, 0.1, 3.0, 5.0, 20.0])
+def test_a_bound_that_follows_a_quantile_stays_in_its_range(most):
+    """Exactly: a site refuses a bound that is one rounding above the largest."""
+    least = most / 1e3
+    for share, expected in ((-1e9, most), (1e9, least), (math.nan, least)):
+        found = follow_quantile(most, share, 0.5, 0.2, least, most)
+        assert least <= found <= most
+        assert found == pytest.approx(expected)

@@ -78,7 +78,8 @@ def follow_quantile(
     """
     # In logarithms, as a very noisy share would overflow the exponential.
     logarithm = math.log(bound) - rate * (share - target)
-    return math.exp(min(max(math.log(least), logarithm), math.log(most)))
+    # exp(log(most)) may be above most, which a site would refuse.
+    return min(max(least, math.exp(min(logarithm, math.log(most)))), most)
 
 
 def weigh_replies(replies: Iterable[Reply], aggregation: Aggregation) -> Iterable[Reply]:

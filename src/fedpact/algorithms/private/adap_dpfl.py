@@ -44,12 +44,15 @@ class Settings(fedavg.Settings):
 def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         weighs_records=True,
+        scales_steps=("clip",),
         needs_all_sites="",
         needs_own_noise="a site's clip depends on its gradients, which only its own noise hides",
         excludes={
             "fairness": "it weights records by their losses, and the clip depends on their lengths",
             "local": "it uses plain steps, whose noise depends on the clip",
             "privacy.clip_schedule": "its clip already depends on the gradients",
+            "privacy.mode": "every gradient is scaled to the clip, whatever that is",
+            "control": "the controller's estimates assume a constant clip",
         },
     )
 

@@ -55,6 +55,7 @@ def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         {"gradient": 1.0, "below": settings.count_noise},
         weighs_records=True,
+        scales_steps=("clip",),
         needs_all_sites="",
         summed=Summed(),
         needs_own_noise="a site's clip depends on its counts, which only its own noise hides",
@@ -62,6 +63,8 @@ def facts(settings: Settings) -> MethodFacts:
             "fairness": "it weights records by their losses, and the clip depends on their lengths",
             "local": "it uses plain steps, whose noise depends on the clip",
             "privacy.clip_schedule": "its clip already depends on the gradients",
+            "privacy.mode": "every gradient is scaled to the clip, whatever that is",
+            "control": "the controller's estimates assume a constant clip",
         },
     )
 

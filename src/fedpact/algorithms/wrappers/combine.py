@@ -181,6 +181,11 @@ def check_mode(method: Method, algorithm: str, mode: str) -> None:
         raise ValueError(
             f"algorithm = {algorithm!r} has no private form: {method.facts.plain_only}"
         )
+    if mode == "automatic" and (why := method.facts.excludes.get("privacy.mode")):
+        raise ValueError(
+            f"privacy.mode = 'automatic' cannot be combined with algorithm = {algorithm!r}: {why}; "
+            "use privacy.mode = 'per_sample'"
+        )
     if method.facts.weighs_records and not mechanism_of(mode).summed:
         raise ValueError(
             f"algorithm = {algorithm!r} with these settings weights each record within its clip, "

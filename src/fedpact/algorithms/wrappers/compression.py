@@ -278,7 +278,7 @@ _LEFT: Final = "left/w"
 UNITS_DOWN: Final = 2.0
 """The standard deviation of a model's change in units of its grid."""
 
-_Question = tuple[int, tuple[tuple[str, float], ...]]
+_Question = tuple[int, tuple[tuple[str, float], ...], tuple[tuple[str, float], ...]]
 
 
 class Gridded(MethodWrapper):
@@ -302,7 +302,7 @@ class Gridded(MethodWrapper):
             return self.inner.local(task, oracle, memory)
         opened = _Opened(oracle)
         local = self.inner.local(task, opened, memory)
-        found = self._weights_of(task)
+        found = self._weights_of(task, memory)
         vectors = dict[str, Tensor]()
         for name, vector in local.vectors.items():
             told = task.vectors.get(name)
@@ -350,12 +350,13 @@ class Gridded(MethodWrapper):
             reply = replace(reply, vectors=vectors)
         return self.inner.decode_reply(reply, told)
 
-    def _weights_of(self, task: Task) -> NoiseWeights:
-        """Return the weights of a reply to the task, computed once a round."""
-        question = task.round, tuple(sorted(task.numbers.items()))
+    def _weights_of(self, task: Task, memory: State) -> NoiseWeights:
+        """Return the weights of a reply to the task, computed once a round and site's clip."""
+        own = {n: memory.numbers[n] for n in self.inner.facts.scales_steps if n in memory.numbers}
+        question = task.round, tuple(sorted(task.numbers.items())), tuple(sorted(own.items()))
         found = self._weights.get(question)
         if found is None:
-            found = weights(self.inner, task)
+            found = weights(self.inner, task, own)
             # Concurrent threads compute the same.
             self._weights = {question: found}
         return found

@@ -132,6 +132,9 @@ def check_used(plan: Any) -> None:
     for use in USES:
         table = _value(plan, use.table)
         beside = _value(plan, use.beside)
+        owner, _, other = use.beside.rpartition(".")
+        if use.table == owner == "settings" and other not in type(table).model_fields:
+            continue  # another algorithm's key, of the same name
         for key in use.keys:
             field, name = type(table).model_fields.get(key), f"{use.table}.{key}"
             if field is None or use.good(beside) or not (typed is None or name in typed):

@@ -22,7 +22,7 @@ up to π/2 times the mean's variance, krum n times. Numbers in a reply are treat
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -74,13 +74,16 @@ def fold_replies(method: Method, state: State, replies: Sequence[Reply]) -> Fold
 class Tally:
     """Counts answers on their way to `update`, and removes refusals.
 
-    late: returns, from the lengths of answers by site, which sites miss a simulated deadline.
-    lengths: of the answers, by site.
+    late: returns, from the lengths of answers by site and the sites that replied, which miss a
+    simulated deadline. lengths: of the answers, by site. answered: the sites that did not refuse.
     """
 
-    def __init__(self, late: Callable[[Mapping[str, int]], frozenset[str]] | None = None) -> None:
+    def __init__(
+        self, late: Callable[[Mapping[str, int], Collection[str]], frozenset[str]] | None = None
+    ) -> None:
         self._late = late
         self.lengths: dict[str, int] = {}
+        self.answered: set[str] = set()
         self.replied: list[str] = []
         self.refused: dict[str, str] = {}
 
@@ -89,12 +92,16 @@ class Tally:
         late, sized = frozenset[str](), ((answer, encoded_length(answer)) for answer in answers)
         if self._late is not None:  # known only when all have answered
             held = [*sized]
-            late, sized = self._late({one.site: length for one, length in held}), iter(held)
+            replied = {one.site for one, _ in held if not isinstance(one, Refusal)}
+            late = self._late({one.site: length for one, length in held}, replied)
+            sized = iter(held)
         for answer, length in sized:
             self.lengths[answer.site] = length
             if isinstance(answer, Refusal):
                 self.refused[answer.site] = answer.code
-            elif answer.site in late:
+                continue
+            self.answered.add(answer.site)
+            if answer.site in late:
                 self.refused[answer.site] = "late"
             else:
                 self.replied.append(answer.site)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +29,7 @@ from fedpact.common.format import duration, headline_metric
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+    from fedpact.plan import Plan
     from fedpact.report.compared_runs import Comparison
     from fedpact.studies.pool import Job, RunProgress
 
@@ -54,7 +56,7 @@ def compare(
         list[str],
         typer.Option("--draw", help="KEY=LOW:HIGH: choose it by random trials; repeatable."),
     ] = [],  # noqa: B006 - as above
-    draws: Annotated[int, typer.Option(help="How many points --draw tries.")] = 8,
+    draws: Annotated[int | None, typer.Option(help="Points that --draw tries; default: 8.")] = None,
     halving: Annotated[
         int, typer.Option(help="With --draw: start with few rounds, continue the best 1/HALVING.")
     ] = 1,
@@ -102,7 +104,7 @@ def compare(
     stop = StopOnInterrupt(console)
     stop()  # installs the handler
     # Of a search it is not known how many runs there will be.
-    with _Live(console, 0 if points else len(entries) * seeds) as live:
+    with _Live(console, 0 if points else _count_missing(folder, entries, seeds)) as live:
         how = {"jobs": jobs, "joining": joining, "counted": counted, "sweep": sweep}
         how |= {"halving": halving, "on_news": live, "stop": stop}
         found = search(plans, points, seeds, folder, **how)
@@ -111,8 +113,32 @@ def compare(
     show({**document(found), **paths}, as_json, lambda: _print(found))
     if live.failed:
         raise typer.Exit(2)
-    if stop() and (any(entry.missing for entry in found.entries) or (points and not found.chosen)):
+    if stop() and _lacks_part(found, bool(points), joining, console):
         raise typer.Exit(INTERRUPTED)
+
+
+def _lacks_part(found: Comparison, searched: bool, joining: bool, console: Console) -> bool:
+    """Whether runs, a search's choice or values of joining are missing; print how many of these."""
+    if searched and not found.chosen:
+        return True
+    lacking = [run for run in found.runs if joining and run.joining is None]
+    if lacking:
+        console.print(
+            f"the value of joining is missing for {len(lacking)} of "
+            f"{counted_noun(len(found.runs), 'run')}: the same command with --out {found.folder} "
+            "computes it"
+        )
+    return bool(lacking) or any(entry.missing for entry in found.entries)
+
+
+def _count_missing(folder: Path, entries: Mapping[str, Plan], seeds: int) -> int:
+    """Return how many of the entries' runs the folder does not have yet."""
+    from fedpact.report.compared_runs import read_comparison
+    from fedpact.studies.compare import seeds_of
+
+    plans = {name: plan.document() for name, plan in entries.items()}
+    found = read_comparison(folder, plans, seeds_of(entries, seeds))
+    return sum(len(entry.missing) for entry in found.entries)
 
 
 def _check_files(configs: list[Path]) -> None:

@@ -305,6 +305,7 @@ def server(
     from fedpact.deployment import processes
 
     out = plain_console()
+    out.quiet = as_json
     summary = processes.run_server(directory, lambda record: out.print(_line(record)))
     show(summary, as_json, lambda: out.print(f"ended: {summary['status']}"))
 

@@ -92,7 +92,7 @@ def export(
     """Write a receipt of budgets and purpose, signed at a deployed site."""
     from fedpact.deployment.receipts import build_receipt, sign_receipt
 
-    check_file("--out", out)
+    check_file("--out", out, ".json")
     # Only a single site's directory is signed, by its owner.
     site = where if (where / "site.toml").exists() else None
     receipts = {str(path): strict(build_receipt(path, site)) for path in _ledgers(where)}

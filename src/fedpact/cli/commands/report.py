@@ -89,6 +89,11 @@ def predict(
 
     if out is not None:
         check_file("--out", out, ".csv", ".npz")
+        if out.exists() and records.exists() and out.samefile(records):
+            raise InputError(
+                f"--out is {str(out)!r}, which holds the records: the predictions would replace "
+                "them; name another file"
+            )
     kept = _kept(records, keep or [])
     found = _asked(run, average, model).predict(records)
     arrays = out is not None and out.suffix.lower() == ".npz"

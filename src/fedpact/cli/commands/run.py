@@ -145,7 +145,10 @@ class _Live(LiveProgress):
         self._plan, self._folder = plan, Folder(folder)
         self._fares, self._evaluated, self._sent = "accuracy -", 0, 0
         self._metrics = {metric.label: "-" for metric in METRICS.values()}
-        self._began, self._first = time.perf_counter(), 0
+        stored = folder / "rounds.jsonl"
+        done = len(stored.read_bytes().splitlines()) - 1 if stored.exists() else 0
+        # The first round prepares what the others use, so it does not count either.
+        self._began, self._first = time.perf_counter(), max(1, done)
         self._task = self._progress.add_task("starting", total=plan.rounds)
 
     def __call__(self, record: RoundRecord) -> None:
@@ -162,7 +165,11 @@ class _Live(LiveProgress):
         old = self._evaluated != record.round
         fares = self._fares + f" (round {self._evaluated})" * old
         line = f"{fares}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
-        self._progress.update(self._task, completed=record.round, description=line)
+        counts = record.round > self._first
+        update = self._progress.update if counts else self._progress.reset
+        update(self._task, completed=record.round, description=line)
+        if not counts:
+            self._began = time.perf_counter()
         if not self._console.is_terminal:
             left = self._left(record.round)
             told = f"round {record.round}/{self._plan.rounds}  {line}{left}"
@@ -181,9 +188,7 @@ class _Live(LiveProgress):
         return f"up to {max(each):g}" if len(each) > 1 else f"{max(each):g}"
 
     def _left(self, done: int) -> str:
-        if record_is_old := done <= self._first or self._first == 0:
-            self._first = done if record_is_old else self._first
-            self._began = time.perf_counter()
+        if done <= self._first:
             return ""
         each = (time.perf_counter() - self._began) / (done - self._first)
         return f"  {each * (self._plan.rounds - done):.0f} s left"

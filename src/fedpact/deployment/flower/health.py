@@ -64,7 +64,7 @@ def _place(directory: Path) -> int | Path | None:
     site = directory / "site.toml"
     path = site if site.exists() else directory / "federation.toml"
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        told = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         if path == site:
             return directory / told["socket"] if "socket" in told else None
         return int(told["address"].rsplit(":", 1)[1])
