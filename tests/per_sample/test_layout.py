@@ -18,9 +18,12 @@ from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement, length_for, scatter
 from fedpact.per_sample.tracing import replacements
+from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.batches import measure_each
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
+from fedpact.simulation.setup import SimulationSetup
 
 C = 0.01
 
@@ -214,3 +217,58 @@ def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared
     assert torch.allclose(found[1], found[0], rtol=0, atol=1e-12)
     assert torch.allclose(found[2], found[0], rtol=0, atol=1e-12)
     assert math.isfinite(float(found[0].norm()))
+
+
+@pytest.mark.parametrize("width", [1, 3, 37])
+@pytest.mark.parametrize("act", [nn.SiLU, nn.ELU, nn.SELU, nn.Softplus, nn.Mish, nn.Sigmoid])
+def test_no_slot_is_computed_by_other_code(act, width):
+    """Numbers that do not fill the last registers are computed one by one, and rounded otherwise.
+
+    Few records show it, so a check that tries some of them may miss it: no such P is chosen.
+    """
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Linear(64, width), act(), nn.Linear(width, 2), nn.ReLU(), nn.Linear(2, 3)
+    )
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    passes = kernel._passes
+    for expected in (5.0, 30.0):
+        form = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
+        length = passes.length(*form, expected, traced=True)
+        x, y = torch.randn(length, 64), torch.randint(3, (length,))
+        with torch.no_grad():
+            base = [v.clone() for v in passes.gradients(x, y).factors()]
+            for shift in range(1, length):
+                found = passes.gradients(x.roll(shift, 0), y.roll(shift, 0)).factors()
+                assert all(
+                    torch.equal(a.roll(shift, 0), b) for a, b in zip(base, found, strict=True)
+                )
+
+
+def test_placement_is_checked_for_the_openings_batches_too():
+    scene = SimulationSetup.of(Plan.parse({"algorithm": "fedproxvr", "privacy": {"epsilon": 8.0}}))
+    terms = next(iter(scene.terms.values()))
+    sizes = terms.batch_size, terms.opening.batch_size
+    assert sizes[0] != sizes[1]
+    kernel = scene.workshop.bench().private
+    for good, placement in (
+        (set(sizes), "compact"),
+        ({sizes[0]}, "scattered"),
+        (set(), "scattered"),
+    ):
+        kernel.invariant = lambda x, y, expected, good=good: expected in good
+        assert scene.workshop.placement(kernel, *sizes) == placement
+
+
+@pytest.mark.parametrize("last", [nn.ReLU, nn.GELU])
+def test_a_losses_bits_do_not_follow_from_the_number_of_records(last):
+    """Evaluations count them: the slots of their passes must not follow from how many there are."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 8, 3), last(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    x, y = torch.randn(257, 1, 8, 8), torch.zeros(257, dtype=torch.int64)
+    for count in (4, 8, 16, 64, 128, 256):
+        found = [
+            measure_each(PerSampleKernel(FlatModel(module), cross_entropy).losses, x[:n], y[:n])
+            for n in (count, count + 1)
+        ]
+        assert torch.equal(found[0], found[1][:count])

@@ -238,7 +238,8 @@ class Site:
         self._device = device_of(self.settings.device, self.plan.run.precision)
         workshop = self.files.workshop
         self._bench = workshop.bench(check=True)
-        self.placement = workshop.placement(self._bench.private, self._terms.batch_size)
+        sizes = self._terms.batch_size, self._terms.opening.batch_size
+        self.placement = workshop.placement(self._bench.private, *sizes)
         _log.info("%s: %s", self.name, PLACEMENTS[self.placement])
         whose = self.name, self.federation.names
         self._checks = TaskChecks(self.plan, FlatModel(workshop.module()).vector, *whose)

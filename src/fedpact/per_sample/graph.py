@@ -9,7 +9,7 @@ gradients of the outputs of all operations with parameters, and rules turn these
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -55,6 +55,21 @@ class _Use:
     sources: dict[Place, Node]
     places: dict[Place, Where]
     out: list[Where]
+
+
+_LANES: Final = {False: 32, True: 64}
+"""Whether in bfloat16 -> how many numbers processors take at a time, or a divisor of it."""
+
+_EXACT: Final = frozenset(
+    {
+        *("add", "sub", "mul", "div", "neg", "abs", "sqrt", "square", "reciprocal", "sign"),
+        *("relu", "leaky_relu", "threshold", "hardtanh", "maximum", "minimum", "where", "clone"),
+        *("clamp", "clamp_min", "clamp_max", "masked_fill", "floor", "ceil", "round", "trunc"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_and", "logical_or"),
+        *("logical_not", "bitwise_and", "bitwise_or", "bitwise_not"),
+    }
+)
+"""Elementwise operations with one right result, which any code gives."""
 
 
 @dataclass(eq=False)
@@ -116,6 +131,7 @@ class Graph:
         self._steps = self._compiled(program.nodes)
         self.draws = program.draws
         self.cost = self._cost(model)
+        self.multiple = self._multiple(model)
 
     def _cost(self, model: FlatModel) -> tuple[int, int, float]:
         # A rough estimate, from which the length of passes is chosen.
@@ -133,6 +149,21 @@ class Graph:
         held = 0 if recurrent_steps else element
         instance = held * sum(map(_instance, self._steps))
         return instance, held * numbers, overhead(operations, flops, model.size, numbers)
+
+    def _multiple(self, model: FlatModel) -> int:
+        """Return what P has to be a multiple of, so that elementwise operations treat slots alike.
+
+        Numbers at the end of a tensor that do not fill a processor's registers are computed by
+        other code, which may round otherwise.
+        """
+        lanes = _LANES[model.precision == "bf16"]
+        widths = [_numbers(step.node) for step in self._steps if _rounds(step.node)]
+        # A step of a recurrence is elementwise in its states.
+        recurrences = (s.node for s in self._steps if s.node.target in recurrent.RECURRENT)
+        states = [node.args[1] for node in recurrences]
+        states = [one for of in states for one in (of if isinstance(of, list | tuple) else [of])]
+        widths += [_last(cast(Node, one)) for one in states]
+        return max((lanes // math.gcd(lanes, width) for width in widths), default=1)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of records x, y [B, ...], without gradient."""
@@ -407,6 +438,15 @@ def _instance(step: _Step) -> int:
     if name in ("linear", "mm", "matmul") and _numbers(step.node) == _last(step.node):
         return 0
     return sum(map(_numbers, step.use.sources.values()))
+
+
+def _rounds(node: Node) -> bool:
+    """Whether an elementwise operation's result may depend on the code that computes it."""
+    op: Any = node.target
+    if torch.Tag.pointwise not in getattr(op, "tags", ()):
+        return False
+    # With a factor, a sum may be rounded once or twice.
+    return node.kwargs.get("alpha", 1) != 1 or op.overloadpacket.__name__ not in _EXACT
 
 
 def _numbers(node: Node) -> int:

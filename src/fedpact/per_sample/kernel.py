@@ -103,7 +103,7 @@ class PerSampleKernel:
             return self.model.vector.new_zeros(0)
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
-            layout = layout or self._checked_layout(x, y)
+            layout = layout or self._checked_layout(x, y, public=True)
             parts = [of(one.x, one.y) for one in self._passes.over(x, y, layout)]
             return collected(parts, len(x), layout)
 
@@ -248,20 +248,32 @@ class PerSampleKernel:
             return self._passes.way(*_recorded(x, y))
 
     def _checked_layout(
-        self, x: Tensor, y: Tensor, layout: Placement | None = None, *, differences: bool = False
+        self,
+        x: Tensor,
+        y: Tensor,
+        layout: Placement | None = None,
+        *,
+        differences: bool = False,
+        public: bool = False,
     ) -> Placement:
         """Return the layout for a call without one, chosen at the first batch of this form.
 
+        public: whether P must not follow from that batch's number of records.
         Synthetic records show whether it may be compact. Differences of a dense model are traced,
         which `invariant` does not cover, so they are checked at their first batch of a form.
         """
         traced = differences and self._passes.at_once(x, y) is not None
         if len(x) == 0 or (layout and (layout.places is not None or not traced)):
             return layout or COMPACT
-        length = layout and (layout.length or self._passes.length(x, y, layout.expected))
-        key = length, traced, self._passes.form(x, y)
+        length = layout and layout.length
+        if layout and not length:
+            length = self._passes.length(x, y, layout.expected, traced=traced)
+        key = length, traced, public, self._passes.form(x, y)
         if key not in self._layouts:
-            length = length or self._passes.length(x, y, len(x), exact=True)
+            # What is measured of records leaves a site in numbers that no other record may change.
+            how = (EXPECTED, False) if public else (len(x), True)
+            of = self._passes.length
+            length = length or of(x, y, how[0], traced=traced, exact=how[1])
             self._layouts[key] = self._tried(x, y, length, traced=traced)
         return self._layouts[key]
 

@@ -175,14 +175,21 @@ def scatter(positions: Tensor, length: int) -> Placement:
 
 @lru_cache(4096)
 def length_for(
-    expected: float, most: int, overhead: float, *, exact: bool = False, scattered: bool = False
+    expected: float,
+    most: int,
+    overhead: float,
+    multiple: int = 1,
+    *,
+    exact: bool = False,
+    scattered: bool = False,
 ) -> int:
-    """Return P: how many slots make a batch cheapest.
+    """Return P: how many slots make a batch cheapest, a `multiple` if they are not scattered.
 
     A pass costs its slots and `overhead` more, in records' time, whatever it holds. most: the most
     that fit at a time. expected: of a Poisson batch, or with `exact` how many records there are.
     """
-    lengths = [p for p in _LENGTHS if p <= max(most, _LENGTHS[0])]
+    multiple = 1 if scattered else multiple
+    lengths = [p for p in _LENGTHS if p <= max(most, multiple, _LENGTHS[0]) and not p % multiple]
     if exact:
         numbers, chances = np.array([math.ceil(expected)]), np.ones(1)
     else:

@@ -95,9 +95,14 @@ class Passes:
         """Whether passes over records of the form of x, y draw random numbers."""
         return self.at_once(x, y) is None and self._traced(x, y).draws
 
-    def length(self, x: Tensor, y: Tensor, expected: float, **how: bool) -> int:
-        """Return P for batches of records of the form of x, y; see layout.length_for."""
-        if (dense := self.at_once(x, y)) is not None:
+    def length(
+        self, x: Tensor, y: Tensor, expected: float, *, traced: bool = False, **how: bool
+    ) -> int:
+        """Return P for batches of records of the form of x, y; see layout.length_for.
+
+        traced: of the traced passes, also where the model has the dense way.
+        """
+        if not traced and (dense := self.at_once(x, y)) is not None:
             return dense.length(expected, **how)
         way = self._traced(x, y)
         if isinstance(way, Alone):
@@ -110,7 +115,7 @@ class Passes:
         most = max(16, min(2 * keep // max(1, instance), 6 * keep // max(1, activations)))
         if overhead < _BUSY:
             most = min(most, _CACHED)
-        return length_for(expected, most, overhead, **how)
+        return length_for(expected, most, overhead, way.multiple, **how)
 
     def _fitting(self, x: Tensor, y: Tensor) -> int:
         """Return how many slots a pass on a GPU may have.

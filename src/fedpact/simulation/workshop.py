@@ -268,16 +268,18 @@ class TrainingSetup:
         x, y = (v.to(self.device) for v in self.make_dummy_records())
         return WAYS[self.bench().private.way(x, y)]
 
-    def placement(self, kernel: PrivateKernel, expected: float) -> str:
+    def placement(self, kernel: PrivateKernel, *expected: float) -> str:
         """Return how a site has to place its records in passes, a key of PLACEMENTS.
 
         "compact" if the check finds this model batch invariant on this machine. On a GPU, steps
-        have a fixed shape anyway. expected: the public expected size of a batch.
+        have a fixed shape anyway. expected: the public expected sizes of batches, of local steps
+        and of openings.
         """
         if self.device != "cpu" or not isinstance(kernel, PerSampleKernel):
             return "scattered"
         x, y = self.make_dummy_records()
-        return "compact" if kernel.invariant(x, y, expected) else "scattered"
+        good = all(kernel.invariant(x, y, size) for size in {*expected})
+        return "compact" if good else "scattered"
 
     @cached_property
     def size(self) -> int:
