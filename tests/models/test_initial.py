@@ -171,3 +171,20 @@ def test_a_single_number_of_the_records_needs_a_statement():
     InitialSettings(trained_on="a public mean").check_drawn(
         "Normalised", Normalised(), Normalised()
     )
+
+
+def test_weights_for_other_classes_or_columns_are_refused(tmp_path):
+    """Their number alone would fit, and the first model would answer no for yes."""
+    x = {"age": [0.1 * k for k in range(40)], "bmi": [1.0 - 0.05 * k for k in range(40)]}
+    table = {**x, "ill": ["no", "yes"] * 20}
+    how = {"label": "ill", "rounds": 1, "sites": 2, "privacy": {"mode": "none"}}
+    first = fedpact.run(
+        "logistic", table, out=tmp_path / "first", records={"classes": ["no", "yes"]}, **how
+    )
+    start = {"weights": str(first.folder), "trained_on": "made up"}
+    for records in ({"classes": ["yes", "no"]}, {"features": ["bmi", "age"]}):
+        with pytest.raises(PlanError, match=r"of a run with .* declare records"):
+            fedpact.run(
+                "logistic", table, out=tmp_path / "b", records=records, initial=start, **how
+            )
+    fedpact.run("logistic", table, out=tmp_path / "c", initial=start, **how)

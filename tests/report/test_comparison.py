@@ -29,6 +29,7 @@ from fedpact.report.comparison import (
     write_comparison,
 )
 from fedpact.report.comparison_charts import curve, draw_paired, series, sweeps
+from fedpact.studies.compare import read_plans
 
 from .conftest import terms
 from .test_page import Page
@@ -656,3 +657,11 @@ def test_a_page_shows_bytes_to_an_accuracy(tmp_path: Path) -> None:
     page = render_comparison(two(tmp_path))
     assert "Bytes to an accuracy" in page
     assert "1.2 kB (1 of 2 runs)" in page
+
+
+def test_alone_beside_others_is_an_equal_comparison():
+    """The how-to's own command: what "local" sets is what mr_mtl has by default."""
+    plans = read_plans([], ["fedavg", "mr_mtl", "local"], ["settings.proximal=0.01"])
+    found = differences({name: plan.document() for name, plan in plans.items()})
+    unequal = {difference.key for difference in found if difference.unequal}
+    assert unequal <= {"settings.learning_rate"}, unequal  # whose defaults do differ

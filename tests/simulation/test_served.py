@@ -16,7 +16,7 @@ from tests.data.features import backbones_of_users
 import fedpact
 from fedpact.api import load
 from fedpact.cli.main import main
-from fedpact.common.errors import DataError, InputError
+from fedpact.common.errors import DataError, InputError, ModelError
 from fedpact.plan import Plan
 from fedpact.simulation.predict import Predictor
 from fedpact.simulation.setup import SimulationSetup
@@ -298,3 +298,40 @@ def test_a_backbones_file_is_found_from_elsewhere_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     found = load(tmp_path / "runs" / "one").predict(x).probabilities
     np.testing.assert_array_equal(found, here)
+
+
+class Counting(torch.nn.Module):
+    """Its answer has as many rows as there were records when it was traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.layer(x) * torch.ones(len(x), 1)
+
+
+def test_a_model_that_keeps_the_traced_size_is_not_exported(tmp_path):
+    records = np.random.default_rng(0).normal(size=(40, 64)), np.arange(40) % 10
+    how = {"rounds": 1, "sites": 2, "privacy": {"mode": "none"}}
+    result = fedpact.run(Counting(), records, out=tmp_path / "run", **how)
+    with pytest.raises(ModelError, match=r"x\.shape\[0\] and not from len"):
+        result.export(tmp_path / "m.pt")
+    assert not (tmp_path / "m.pt").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated:DeprecationWarning")
+def test_the_zoos_transformer_is_exported(tmp_path):
+    rng = np.random.default_rng(0)
+    records, labels = rng.integers(0, 20, (40, 6)), rng.integers(0, 20, 40)
+    form = {"vocabulary": 20, "classes": list(map(str, range(20)))}
+    result = fedpact.run(
+        "transformer", (records, labels), records=form, rounds=1, sites=2,
+        privacy={"mode": "none"}, out=tmp_path / "run",
+    )  # fmt: skip
+    result.export(tmp_path / "t.pt")
+    made, served = torch.jit.load(tmp_path / "t.pt"), Predictor.of(result.folder)
+    for count in (1, 2, 7):
+        x, _ = served.preprocess(records[:count])
+        with torch.no_grad():
+            assert torch.allclose(made(x), served.model(x), atol=1e-6)

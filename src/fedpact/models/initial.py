@@ -15,7 +15,7 @@ of a module that was passed in.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, cast
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from fedpact.common.about import JoinedText
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import ModelError, PlanError
+from fedpact.common.format import list_some
 from fedpact.common.user_code import brings_weights, is_own
 from fedpact.common.weights import block_of, lower_digest, read_checked, tensors_of
 from fedpact.models.constants import is_constant
@@ -269,6 +270,23 @@ class InitialSettings(BaseModel):
     def file(self) -> Path:
         """Return the file, or the model in the folder, relative to the working directory."""
         return self._path(Path())
+
+    def check_form(self, classes: Sequence[str], features: Sequence[str]) -> None:
+        """Raise PlanError if the weights are of a run whose classes or columns are others.
+
+        Their number alone would fit, and every answer would mean something else.
+        """
+        path = self.file().parent / "records.json" if self.weights is not None else None
+        if path is None or not path.exists():
+            return
+        known = json.loads(path.read_text(encoding="utf-8"))
+        for name, own in (("classes", classes if len(classes) > 1 else ()), ("features", features)):
+            if own and known.get(name) and [*known[name]] != [*own]:
+                raise PlanError(
+                    f"{_SETTING} is of a run with {name} {list_some(known[name])}, and this plan "
+                    f"has {list_some(own)}: declare records.{name} in that order, or give the "
+                    "file of the weights from another folder"
+                )
 
     def _path(self, at: Path) -> Path:
         path = at / str(self.weights)

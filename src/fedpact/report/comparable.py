@@ -130,7 +130,8 @@ def differences(plans: Mapping[str, JsonMapping], swept: Collection[str] = ()) -
         }
         if len(set(values.values())) > 1:
             method = key.split(".")[0] in _METHOD or key in _METHOD_OF_PRIVACY
-            unequal = key not in swept and (not method or _left_apart(key, values, plans))
+            having = {n: value for n, value in values.items() if key in flat[n]}
+            unequal = key not in swept and (not method or _left_apart(key, having, plans))
             shown = {
                 n: value + " by default" * _is_left(key, plans[n]) for n, value in values.items()
             }

@@ -462,9 +462,26 @@ class Predictor:
         elif path.suffix == ".pt":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                torch.jit.save(torch.jit.trace(self.model, batch), str(path))
+                torch.jit.save(self._traced(path, example), str(path))
         else:
             raise InputError(f"{path}: expected a name that ends in .pt (TorchScript) or .onnx")
+
+    def _traced(self, path: Path, example: Tensor) -> Any:
+        """Return the traced model. Raises ModelError: it cannot be traced for any n."""
+        try:
+            # With gradients attention would take another way than in the trace's own check.
+            with torch.no_grad():
+                made = torch.jit.trace(self.model, (example.expand(2, *example.shape).clone(),))
+                for n in (1, 3):
+                    x = example.expand(n, *example.shape).clone()
+                    torch.testing.assert_close(made(x), self.model(x), equal_nan=True)
+        except Exception as error:
+            raise ModelError(
+                f"{path}: traced with 2 records, the model does not answer as itself for 1 and 3 "
+                f"({type(error).__name__}): take the number of records from x.shape[0] and not "
+                "from len(x), or export a .onnx file"
+            ) from error
+        return made
 
     @property
     def _stage(self) -> FeatureStage:

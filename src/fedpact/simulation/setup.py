@@ -78,6 +78,7 @@ class SimulationSetup:
         if own and raw.x.is_floating_point() and not made:
             advise(raw.name, plan.records, raw.x.shape[1:], raw.features, raw.x)
         cache = find_feature_cache(plan, raw) if data is None else None
+        plan.initial.check_form(raw.classes, raw.features)
         raw, dataset, workshop = _tried(plan, raw, cache)
         if plan.privacy.unit == "person" and dataset.person is None:
             raise PlanError(

@@ -18,7 +18,7 @@ def export(
     ] = None,
     overrides: Annotated[
         list[str],
-        typer.Option("--set", help="about.key=value: change a key of [about]; may be repeated."),
+        typer.Option("--set", help="about.key=value: change a key of the table about; repeatable."),
     ] = [],  # noqa: B006 - typer reads the default, nobody changes it
     as_json: AsJson = False,
 ) -> None:
