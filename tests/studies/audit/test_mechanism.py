@@ -220,6 +220,18 @@ def test_wrong_batches_are_found(kind, seed, target, queries):
     assert not all(test.passed for test in found), found
 
 
+def test_sampling_is_tested_under_a_large_clip_too(audited):
+    """No record's gradient is near the clip: the sums are smaller, and so is the noise on them."""
+    large = audited.target("sampling_rate=0.25", "privacy.clip=100.0")
+    asked = queries_of(large)
+    right, wrong = (
+        sampling_tests(one, asked) for one in (large, seeded(large, 0, by_draws(FirstRecords)))
+    )
+    assert len(right) > 5
+    assert all(test.passed for test in right), right
+    assert not all(test.passed for test in wrong), wrong
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_halved_noise_is_found(seed, audited, target, queries):
     broken = seeded(target, seed, audited.broken["noise halved"])
