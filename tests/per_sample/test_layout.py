@@ -245,6 +245,63 @@ def test_no_slot_is_computed_by_other_code(act, width):
                 )
 
 
+class TimeFirst(nn.Module):
+    """Adds up over the first dimension, where a step has but a few numbers of all records."""
+
+    def __init__(self, steps, softmax):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 2), nn.Linear(2, 3)
+        self.steps, self.softmax = steps, softmax
+
+    def forward(self, x):
+        h = self.layer(x.view(len(x), self.steps, 4).transpose(0, 1)).relu()
+        return self.head((h.softmax(0) * h).sum(0) if self.softmax else h.mean(0))
+
+
+class Logits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def binary(outputs, y):
+    y = y.to(outputs.dtype)
+    return F.binary_cross_entropy_with_logits(outputs[:, 0], y, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("module", "width", "loss"),
+    [
+        (lambda: TimeFirst(5, softmax=False), 20, cross_entropy),
+        (lambda: TimeFirst(2, softmax=True), 8, cross_entropy),
+        (Logits, 8, binary),
+        (lambda: nn.Sequential(nn.Linear(4, 9), Spectrum(), nn.Linear(5, 2)), 4, cross_entropy),
+    ],
+)
+@pytest.mark.parametrize("expected", [20.0, 30.0])
+def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected):
+    torch.manual_seed(0)
+    passes = PerSampleKernel(FlatModel(module()), loss)._passes
+    form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
+    length = passes.length(*form, expected, traced=True)
+    for _ in range(3):
+        x, y = torch.randn(length, width), torch.randint(2, (length,))
+        with torch.no_grad():
+            base = [v.clone() for v in passes.gradients(x, y).factors()]
+            for shift in range(1, length):
+                found = passes.gradients(x.roll(shift, 0), y.roll(shift, 0)).factors()
+                pairs = zip(base, found, strict=True)
+                assert all(torch.equal(a.roll(shift, 0), b) for a, b in pairs)
+
+
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.rfft(x).abs()
+
+
 def test_placement_is_checked_for_the_openings_batches_too():
     scene = SimulationSetup.of(Plan.parse({"algorithm": "fedproxvr", "privacy": {"epsilon": 8.0}}))
     terms = next(iter(scene.terms.values()))

@@ -266,7 +266,8 @@ def of_arrays(
     )
     sieve = RecordFilter(origin, x.shape[0] if x.ndim else 0)
     labels = None if titles is None else "numbers"
-    if titles is not None and form.target.kind == "class" and form.labels != "numbers":
+    by_name = form.target.kind == "class" and form.labels != "numbers"
+    if titles is not None and y is not None and by_name:
         # Each data set numbers its own classes, and a test set may lack one: names mean the same.
         known = range(len(titles))
         y = np.array([titles[k] if k in known else f"number {k}" for k in y.tolist()])

@@ -71,6 +71,24 @@ _EXACT: Final = frozenset(
 )
 """Elementwise operations with one right result, which any code gives."""
 
+_UNTAGGED: Final = frozenset(
+    {
+        *("binary_cross_entropy_with_logits", "soft_margin_loss", "hardswish", "log_sigmoid"),
+        *("log_sigmoid_forward", "kl_div", "glu", "rsub", "logcumsumexp", "hardsigmoid"),
+    }
+)
+"""Elementwise operations that torch does not mark as such."""
+
+_MOVES: Final = frozenset(
+    {
+        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "t"),
+        *("expand", "unsqueeze", "squeeze", "slice", "select", "split", "chunk", "unbind", "cat"),
+        *("stack", "contiguous", "detach", "alias", "to", "index", "index_select"),
+        *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "embedding"),
+    }
+)
+"""Operations that only move numbers, and products."""
+
 
 @dataclass(eq=False)
 class _Step:
@@ -157,13 +175,27 @@ class Graph:
         other code, which may round otherwise.
         """
         lanes = _LANES[model.precision == "bf16"]
-        widths = [_numbers(step.node) for step in self._steps if _rounds(step.node)]
+        widths = [width for step in self._steps for width in self._widths(step.node)]
         # A step of a recurrence is elementwise in its states.
         recurrences = (s.node for s in self._steps if s.node.target in recurrent.RECURRENT)
         states = [node.args[1] for node in recurrences]
         states = [one for of in states for one in (of if isinstance(of, list | tuple) else [of])]
         widths += [_last(cast(Node, one)) for one in states]
         return max((lanes // math.gcd(lanes, width) for width in widths), default=1)
+
+    def _widths(self, node: Node) -> list[int]:
+        """Return how many numbers of a record lie together where slots may be computed by other
+        code: in elementwise operations, and in all that goes along other dimensions than the batch.
+        """
+        if node.op != "call_function":
+            return []
+        found = [_inner(node, self._states.get(node))] if _rounds(node) else []
+        if kind_of(node) not in _MOVES | _EXACT:
+            inputs = ((one, self._states.get(one)) for one in node.all_input_nodes)
+            found += [
+                _inner(n, s) for n, s in inputs if isinstance(s, Where) and (s.dim or s.outer > 1)
+            ]
+        return found
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of records x, y [B, ...], without gradient."""
@@ -442,11 +474,21 @@ def _instance(step: _Step) -> int:
 
 def _rounds(node: Node) -> bool:
     """Whether an elementwise operation's result may depend on the code that computes it."""
-    op: Any = node.target
-    if torch.Tag.pointwise not in getattr(op, "tags", ()):
-        return False
-    # With a factor, a sum may be rounded once or twice.
-    return node.kwargs.get("alpha", 1) != 1 or op.overloadpacket.__name__ not in _EXACT
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return kind_of(node) in _UNTAGGED
+    # With a factor, a sum may be rounded once or twice; the length of a complex number is none.
+    numbers = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+    if any(isinstance(v, Tensor) and v.is_complex() for v in numbers):
+        return True
+    return bool(node.kwargs.get("alpha", 1) != 1) or kind_of(node) not in _EXACT
+
+
+def _inner(node: Node, state: State | None) -> int:
+    """Return how many numbers of a record lie behind the batch's dimension."""
+    if not isinstance(state, Where) or not isinstance(node.meta["val"], Tensor):
+        return 1  # of an unknown one, the strictest
+    behind = shape_of(node)[state.dim + 1 :]
+    return state.inner * math.prod(size for size in behind if isinstance(size, int))
 
 
 def _numbers(node: Node) -> int:

@@ -471,7 +471,9 @@ class Predictor:
         try:
             # With gradients attention would take another way than in the trace's own check.
             with torch.no_grad():
-                made = torch.jit.trace(self.model, (example.expand(2, *example.shape).clone(),))
+                made: Any = torch.jit.trace(
+                    self.model, (example.expand(2, *example.shape).clone(),)
+                )
                 for n in (1, 3):
                     x = example.expand(n, *example.shape).clone()
                     torch.testing.assert_close(made(x), self.model(x), equal_nan=True)
