@@ -189,7 +189,9 @@ class Graph:
         """
         if node.op != "call_function":
             return []
-        found = [_inner(node, self._states.get(node))] if _rounds(node) else []
+        # What does not depend on records is the same for all slots.
+        own = self._states.get(node)
+        found = [_inner(node, own)] if own is not None and _rounds(node) else []
         if kind_of(node) not in _MOVES | _EXACT:
             inputs = ((one, self._states.get(one)) for one in node.all_input_nodes)
             found += [
@@ -483,10 +485,10 @@ def _rounds(node: Node) -> bool:
     return bool(node.kwargs.get("alpha", 1) != 1) or kind_of(node) not in _EXACT
 
 
-def _inner(node: Node, state: State | None) -> int:
+def _inner(node: Node, state: State) -> int:
     """Return how many numbers of a record lie behind the batch's dimension."""
     if not isinstance(state, Where) or not isinstance(node.meta["val"], Tensor):
-        return 1  # of an unknown one, the strictest
+        return 1  # of several results, the strictest
     behind = shape_of(node)[state.dim + 1 :]
     return state.inner * math.prod(size for size in behind if isinstance(size, int))
 
