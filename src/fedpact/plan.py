@@ -287,7 +287,8 @@ class Plan(BaseModel):
         The lengths of compressed replies, which use up a budget of bytes, follow from noise.
         """
         facts = self.method.facts
-        return facts.adaptive or (facts.coded and self.budget.bytes is not None)
+        coded = facts.coded and self.budget.bytes is not None
+        return facts.controlled or facts.adaptive or coded
 
     def terms(self, sizes: Mapping[str, float]) -> dict[str, Terms]:
         """Return each site's terms for these sizes, declared or released; empty in a plain run.
@@ -369,13 +370,9 @@ class Plan(BaseModel):
         return card("Plan", self._figures(), below=f"chosen: {', '.join(chosen)}")
 
     def _figures(self) -> list[CardFigure]:
-        epsilon, delta = self.privacy.largest.epsilon, self.privacy.largest.delta
-        if self.evaluation.used and self.evaluation.releases:
-            # Of a record that is held out.
-            epsilon, delta = (
-                max(epsilon, self.evaluation.epsilon),
-                max(delta, self.evaluation.delta),
-            )
+        largest = self.privacy.largest
+        held = self.evaluation if self.evaluation.used and self.evaluation.releases else largest
+        epsilon, delta = max(largest.epsilon, held.epsilon), max(largest.delta, held.delta)
         bound = f"{upper(epsilon)} per {self.privacy.unit}"
         if self.privacy.honest:
             bound += f", if {self.privacy.honest} sites of each sum are honest"

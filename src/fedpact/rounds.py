@@ -10,7 +10,7 @@ directories, round). Tasks are created and counted in algorithms.wrappers.tasks.
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
@@ -51,7 +51,7 @@ class Rounds:
     in_process: bool = False
     form: SumsForm | None = None
     status: str = "running"
-    _spent: bool = False
+    _spent: bool = field(default=False, init=False)
 
     def __call__(self, at: Checkpoint) -> Iterator[tuple[Checkpoint, RoundRecord]]:
         """Yield every committed round's checkpoint and record until the run ends."""

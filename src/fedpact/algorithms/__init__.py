@@ -78,8 +78,8 @@ class MethodFacts:
     """With a controlled τ: the total of local iterations; None: as many as σ allows."""
 
     adaptive: bool = False
-    """Whether the number of events of a round may follow from what was released before: then the
-    ε of a run is what it reserved."""
+    """Whether the number of events of a round may follow from what was released before, as with a
+    controlled τ: then the ε of a run is what it reserved."""
 
     summed: Summed = Summed()
     """What the server needs of single replies: by default only their sizes."""

@@ -54,7 +54,6 @@ def facts(settings: Settings) -> MethodFacts:
     return MethodFacts(
         task_numbers=settings.controller.task_numbers,
         controlled=True,
-        adaptive=True,
         iterations=settings.iterations,
         unprotected=settings.estimator == "raw",
         summed=Summed(

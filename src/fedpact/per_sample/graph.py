@@ -57,8 +57,8 @@ class _Use:
     out: list[Where]
 
 
-_LANES: Final = {False: 32, True: 64}
-"""Whether in bfloat16 -> how many numbers processors take at a time, or a divisor of it."""
+_LANES: Final = 64
+"""A multiple of how many numbers are computed at a time: two registers of 512 bits, of 16 each."""
 
 _EXACT: Final = frozenset(
     {
@@ -149,7 +149,7 @@ class Graph:
         self._steps = self._compiled(program.nodes)
         self.draws = program.draws
         self.cost = self._cost(model)
-        self.multiple = self._multiple(model)
+        self.multiple = self._multiple()
 
     def _cost(self, model: FlatModel) -> tuple[int, int, float]:
         # A rough estimate, from which the length of passes is chosen.
@@ -168,20 +168,19 @@ class Graph:
         instance = held * sum(map(_instance, self._steps))
         return instance, held * numbers, overhead(operations, flops, model.size, numbers)
 
-    def _multiple(self, model: FlatModel) -> int:
-        """Return what P has to be a multiple of, so that elementwise operations treat slots alike.
+    def _multiple(self) -> int:
+        """Return what P has to be a multiple of, so that the same code computes every slot.
 
         Numbers at the end of a tensor that do not fill a processor's registers are computed by
         other code, which may round otherwise.
         """
-        lanes = _LANES[model.precision == "bf16"]
         widths = [width for step in self._steps for width in self._widths(step.node)]
         # A step of a recurrence is elementwise in its states.
         recurrences = (s.node for s in self._steps if s.node.target in recurrent.RECURRENT)
         states = [node.args[1] for node in recurrences]
         states = [one for of in states for one in (of if isinstance(of, list | tuple) else [of])]
         widths += [_last(cast(Node, one)) for one in states]
-        return max((lanes // math.gcd(lanes, width) for width in widths), default=1)
+        return max((_LANES // math.gcd(_LANES, width) for width in widths), default=1)
 
     def _widths(self, node: Node) -> list[int]:
         """Return how many numbers of a record lie together where slots may be computed by other

@@ -258,7 +258,8 @@ class PerSampleKernel:
     ) -> Placement:
         """Return the layout for a call without one, chosen at the first batch of this form.
 
-        public: whether P must not follow from that batch's number of records.
+        public: whether P must not follow from that batch's number of records, as where counts of
+        records are released.
         Synthetic records show whether it may be compact. Differences of a dense model are traced,
         which `invariant` does not cover, so they are checked at their first batch of a form.
         """
@@ -270,10 +271,8 @@ class PerSampleKernel:
             length = self._passes.length(x, y, layout.expected, traced=traced)
         key = length, traced, public, self._passes.form(x, y)
         if key not in self._layouts:
-            # What is measured of records leaves a site in numbers that no other record may change.
-            how = (EXPECTED, False) if public else (len(x), True)
-            of = self._passes.length
-            length = length or of(x, y, how[0], traced=traced, exact=how[1])
+            expected, of = EXPECTED if public else len(x), self._passes.length
+            length = length or of(x, y, expected, traced=traced, exact=not public)
             self._layouts[key] = self._tried(x, y, length, traced=traced)
         return self._layouts[key]
 

@@ -462,20 +462,18 @@ class Predictor:
         elif path.suffix == ".pt":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                torch.jit.save(self._traced(path, example), str(path))
+                torch.jit.save(self._traced(path, *batch), str(path))
         else:
             raise InputError(f"{path}: expected a name that ends in .pt (TorchScript) or .onnx")
 
-    def _traced(self, path: Path, example: Tensor) -> Any:
+    def _traced(self, path: Path, two: Tensor) -> Any:
         """Return the traced model. Raises ModelError: it cannot be traced for any n."""
         try:
             # With gradients attention would take another way than in the trace's own check.
             with torch.no_grad():
-                made: Any = torch.jit.trace(
-                    self.model, (example.expand(2, *example.shape).clone(),)
-                )
+                made: Any = torch.jit.trace(self.model, (two,))
                 for n in (1, 3):
-                    x = example.expand(n, *example.shape).clone()
+                    x = two[:1].repeat_interleave(n, 0)
                     torch.testing.assert_close(made(x), self.model(x), equal_nan=True)
         except Exception as error:
             raise ModelError(

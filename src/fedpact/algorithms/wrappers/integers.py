@@ -210,10 +210,10 @@ NoiseWeights = Mapping[str, tuple[float, float]]
 """Name of a reply's vector -> sqrt(Σ c_k²) over gradients of batches, and of openings."""
 
 _SOME_SHARE: Final = 0.5
-NOTHING: Final[Mapping[str, float]] = MappingProxyType({})
+_NOTHING: Final[Mapping[str, float]] = MappingProxyType({})
 
 
-def weights(method: Method, task: Task, memory: Mapping[str, float] = NOTHING) -> NoiseWeights:
+def weights(method: Method, task: Task, memory: Mapping[str, float] = _NOTHING) -> NoiseWeights:
     """Return the weights of a reply to a task, of which only numbers and round are used.
 
     memory: the numbers that the site remembers, such as its own clip, in which its steps are.
@@ -227,9 +227,10 @@ def weights(method: Method, task: Task, memory: Mapping[str, float] = NOTHING) -
         task, vectors={n: torch.zeros(steps + 1, dtype=torch.float64) for n in task.vectors}
     )
     still, moving = _Units(steps + 1, 0.0), _Units(steps + 1, 1.0)
-    without = method.local(small, still, State(numbers=dict(memory))).vectors
+    begun = State(numbers=dict(memory))
+    without = method.local(small, still, begun).vectors
     found = dict[str, tuple[float, float]]()
-    for name, vector in method.local(small, moving, State(numbers=dict(memory))).vectors.items():
+    for name, vector in method.local(small, moving, begun).vectors.items():
         squares = (vector.double() - without[name].double()).square()
         opened = squares[list(moving.opened)].sum() if moving.opened else torch.zeros(())
         found[name] = math.sqrt((squares.sum() - opened).clamp_min(0)), math.sqrt(opened)

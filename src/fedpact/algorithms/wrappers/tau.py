@@ -46,7 +46,6 @@ class Controlled(MethodWrapper):
             inner,
             task_numbers={**inner.facts.task_numbers, **self._controller.task_numbers},
             controlled=True,
-            adaptive=True,
             iterations=ali.iterations,
             unprotected=inner.facts.unprotected or ali.estimator == "raw",
             needs_all_sites="[control]: τ depends on the remaining budget of every site, and its "
