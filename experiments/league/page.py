@@ -202,7 +202,7 @@ def _head() -> str:
 
 Which algorithm is best on which data, at the same (ε, δ) per record and site, with the same number of rounds and no more bytes than FedAvg? And is the difference significant? DATA: {", ".join(DATA)}. The first command resumes where it stopped and runs the cells marked "not run".
 
-* **Entrants**: every algorithm with a private form, some well-known settings under their usual names, and each site alone. All other settings have their defaults.
+* **Entrants**: every algorithm with a private form, some well-known settings under their usual names, and each site alone. All other settings have their defaults; FedRep's head, which has no sensible one, is the bias.
 * **Budgets**: ε = 1, 2, 4, 8, each spent in full; receipts state what each site spent (`spent` in the results). FedAvg has 20 rounds. An algorithm that sends more than {1.15:g} times as many bytes per round has fewer rounds.
 * **Selection rule**: each cell tries τ = {", ".join(map(str, TAUS))} with learning rates {", ".join(f"{f:g}" for f in FACTORS)} times the data set's reference rate divided by τ: {TRIED} runs on three quarters of the training records. The setting with the best mean over the sites on the last quarter is chosen. The figures come from {len(SEEDS)} other seeds.
 * **Cost of the selection**: it spends ε too, which no figure below includes. For an observer of all {TRIED} runs of one cell, at δ = 1e-5, ε is {price}. The selection uses exact accuracies on the records set aside.

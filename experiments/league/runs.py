@@ -33,7 +33,10 @@ FACTORS: Final = (0.25, 1.0, 4.0)
 
 @dataclass(frozen=True)
 class Data:
-    """A data set of the league. rate: the step that the factors are of. rounds: FedAvg's."""
+    """A data set of the league. rate: the step that the factors are of. rounds: FedAvg's.
+
+    head: the size of the model's bias, FedRep's head; 1 where the model has none.
+    """
 
     title: str
     plan: str
@@ -41,6 +44,7 @@ class Data:
     rounds: int
     rate: float
     choice: tuple[str, ...] = ("partition.held_out=0.25",)
+    head: int = 10
 
 
 DATA: Final = {
@@ -50,6 +54,7 @@ DATA: Final = {
         (),
         20,
         0.5,
+        head=1,
     ),
     "adult": Data(
         "Adult, ten sites by Dirichlet(1) over the labels, logistic regression, δ = 10⁻⁵",
@@ -57,6 +62,7 @@ DATA: Final = {
         ("partition.beta=1.0", "partition.held_out=0.25"),
         20,
         2.0,
+        head=2,
     ),
     "fashion_mnist": Data(
         "Fashion-MNIST, scattering features, ten sites of two labels each, δ = 10⁻⁵",
@@ -105,7 +111,7 @@ class Cell:
         """Return one run's plan. The step is shared out over the local steps."""
         of, (algorithm, own) = DATA[self.data], entrants()[self.entrant]
         known = algorithms.load(algorithm).Settings.model_fields
-        set_ = {"learning_rate": of.rate * factor / tau, "local_steps": tau}
+        set_ = {"learning_rate": of.rate * factor / tau, "local_steps": tau, "head": of.head}
         given = [f"settings.{key}={value}" for key, value in set_.items() if key in known]
         return fedpact.Plan.read(
             HERE.parent / of.plan,

@@ -152,6 +152,12 @@ def test_noise_of_a_private_run_reaches_a_sites_own_model(name):
     assert not torch.equal(*own)
 
 
+def test_a_head_that_cuts_a_tensor_is_refused(tmp_path):
+    plan = Plan.parse({"algorithm": "fedrep", "model": "mlp", "settings": {"head": 9}})
+    with pytest.raises(PlanError, match=r"settings.head is 9: .* 10 \(from .* or 1290"):
+        simulate(plan, tmp_path / "run")
+
+
 def test_fedreps_accuracy_is_that_of_the_sites_models(tmp_path):
     """w itself has a head that is never trained, so its accuracy says nothing."""
     raw = {

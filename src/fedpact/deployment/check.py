@@ -153,10 +153,8 @@ def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
         for name, run in runs.items()
         if found.run not in (name, run["beside"])
     ]
-    before, (alone, _) = (
-        over_runs((name, of.counted(trusted), of.delta) for name, of in others)
-        for trusted in (policy.honest, 0)
-    )
+    before = over_runs((name, policy.counted(of), of.delta) for name, of in others)
+    alone, _ = over_runs((name, of.alone, of.delta) for name, of in others)
     found.epsilon_before, found.delta_before = before
     found.epsilon_ever, found.delta_ever = policy.epsilon_ever, policy.delta_ever
     try:

@@ -170,6 +170,10 @@ class Policy(BaseModel):
         _at_most("evaluation delta", delta, "evaluation_delta_per_run", most[1])
         return evaluation.budget
 
+    def counted(self, of: Guarantee) -> float:
+        """Return the ε of a run that counts for the owner."""
+        return of.counted(self.honest)
+
     def _check_alone(self, terms: Terms, reserved: float) -> None:
         """Raise PolicyRefused for a run that needs more honest sites than the owner trusts."""
         if terms.honest > self.honest:

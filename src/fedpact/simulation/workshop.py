@@ -137,12 +137,12 @@ class TrainingSetup:
     def module(self) -> nn.Module:
         """Return the model with its initial weights, the same at every call.
 
-        Raises PlanError: local.head is not the size of the last tensors. ModelError: the initial
+        Raises PlanError: the head is not the size of the last tensors. ModelError: the initial
         weights do not fit this model.
         """
         plan = self.plan
         module = self._drawn(plan.seed)
-        check_head(module, plan.local.head)
+        check_head(module, plan.head, "local.head" if plan.local.head else "settings.head")
         if self.start is not None:
             fill(module, self.start)
         return module

@@ -112,10 +112,10 @@ class Headed(MethodWrapper):
         return w if head is None else torch.cat([w[: -self._head], head])
 
 
-def check_head(module: nn.Module, head: int) -> None:
+def check_head(module: nn.Module, head: int, key: str = "local.head") -> None:
     """Raise PlanError unless the last `head` numbers are whole tensors, and not the whole model.
 
-    head: 0 for none.
+    head: 0 for none. key: by which the plan sets it.
     """
     tensors = [(name, p.numel()) for name, p in module.named_parameters() if p.requires_grad]
     ends, total = list[tuple[int, str]](), 0
@@ -124,7 +124,7 @@ def check_head(module: nn.Module, head: int) -> None:
         ends.append((total, name))
     if head and head not in (end for end, _ in ends):
         raise PlanError(
-            f"local.head is {head}: expected the size of the model's last tensors: {_told(ends)}"
+            f"{key} is {head}: expected the size of the model's last tensors: {_told(ends)}"
         )
 
 
