@@ -9,10 +9,10 @@ import torch
 
 from fedpact.common.errors import DataError
 from fedpact.data.cells import Columns
-from fedpact.data.inputs import table_of
+from fedpact.data.inputs import check_shape, read_declared, table_of
 from fedpact.data.load import from_python, load_dataset, load_site
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
-from fedpact.data.tables import Roles
+from fedpact.data.tables import Roles, read_numbers
 
 IDS = [[5, 3], [2, 4, 6], [7], [1, 2]]
 MASK = [[1, 1], [1, 1, 0], [1], [1, 1]]
@@ -93,6 +93,38 @@ def test_classes_that_no_token_has_are_asked_for_by_a_line():
 def test_an_empty_list_ahead_leaves_the_others_tokens():
     table = {"input_ids": [[], *IDS], "label": ["a", *LABELS]}
     assert from_python(table, PlanRecords(), "label").x[:, 0].tolist() == padded(IDS, 3)
+
+
+@pytest.mark.parametrize("cells", [[], [None], [[]], [[], None]], ids=str)
+@pytest.mark.parametrize(
+    ("features", "shape", "kind"),
+    [(FOUR[:2], (2, 4), "int64"), ((), (3, 4), "float32")],
+    ids=["tokens", "arrays"],
+)
+def test_a_table_opens_whatever_its_records_hold(tmp_path, cells, features, shape, kind):
+    """One good record more must not be what lets a site start, or a prediction be made."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
+    import pyarrow.parquet as parquet
+
+    column = features[0] if features else "x"
+    listed = pyarrow.array(cells, pyarrow.list_(pyarrow.int64()))
+    parquet.write_table(
+        pyarrow.table({column: listed, "y": ["a"] * len(cells)}), tmp_path / "t.parquet"
+    )
+    at = tmp_path / "t.parquet", "y", ("a", "b"), shape, kind, RecordForm()
+    assert load_site(*at, features=features)[0].x.shape == (0, *shape)
+    table, form = read_declared(
+        {column: cells}, RecordForm(), Roles(), shape, features, labelled=False
+    )
+    check_shape(table, shape, features, "the run")
+    assert read_numbers(table, form, kind).shape == (len(cells), *shape)
+    assert not table.sieve.good.any()
+
+
+def test_a_column_of_words_in_place_of_arrays_is_refused(tmp_path):
+    (tmp_path / "t.csv").write_text("x,y\n1,a\n,b\n")
+    with pytest.raises(DataError, match=r"columns x: expected shape \(3,\), as in fed"):
+        load_site(tmp_path / "t.csv", "y", ("a", "b"), (3,), "float32", RecordForm())
 
 
 def test_pixels_of_four_bytes_are_measurements():

@@ -64,10 +64,10 @@ def read_table(
     """Read a file, by its path, or an object passed in from Python.
 
     roles: of a table. origin: the name of an object's records in errors. shape: of a record, if it
-    is known; in a labelled table records of another are left out. labelled: whether there must be
-    labels; if not, missing columns of a table are ignored. convert: (origin, a table's columns) ->
-    those by the declared names. Raises DataError: an object of another kind (see the module), or
-    one that does not match the declaration.
+    is known; in a table records of another are left out. labelled: whether there must be labels; if
+    not, missing columns of a table are ignored. convert: (origin, a table's columns) -> those by
+    the declared names. Raises DataError: an object of another kind (see the module), or one that
+    does not match the declaration.
     """
     path = Path(data) if isinstance(data, str | Path) else None
     if path is not None and path.suffix.lower() == ".npz":
@@ -190,7 +190,7 @@ def table_of(
     if y is not None and titles:
         y = [titles[int(cell)] if cell in range(len(titles)) else None for cell in y]
     table = Table(sieve, x, y, *names, roles=named, titles=titles, labels="names")
-    return _with_arrays(table, form, shape if labelled else None)
+    return _with_arrays(table, form, shape, at_site=labelled)
 
 
 def _warn_of_lists(
@@ -223,16 +223,24 @@ def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]
     return known
 
 
-def _with_arrays(table: Table, form: RecordForm, shape: tuple[int, ...] | None) -> Table:
+def _with_arrays(
+    table: Table, form: RecordForm, shape: tuple[int, ...] | None, *, at_site: bool
+) -> Table:
     """Return a table with an array in place of its only feature, if that has arrays or images.
 
     A record without one is left out. shape: records of another shape are left out too; None: they
-    are refused. Raises DataError: other features beside it.
+    are refused. at_site: whether a known shape is that of a site's records. Raises DataError: other
+    features beside it.
     """
     origin, given, y = table.sieve.origin, cast(Mapping[str, Cells], table.x), table.y
     column = next((name for name in given if _holds_arrays(given[name])), None)
     # Where a site's columns are declared as numbers, no cell decides whether it opens.
     numbers = form.features is not None and shape == (len(given),)
+    if column is None and shape not in (None, (1,)) and len(given) == 1:
+        # Nor does the first entry of an otherwise empty column of arrays.
+        ((name, cells),) = given.items()
+        unknown = not isinstance(cells, NumberCells) and all(cell is None for cell in cells)
+        column = name if unknown else None
     if column is None or numbers or is_tokens(table.features):
         return table
     if len(given) > 1:
@@ -242,7 +250,7 @@ def _with_arrays(table: Table, form: RecordForm, shape: tuple[int, ...] | None) 
             f'features = ["{column}"] under [records]'
         )
     if y is not None and form.target.kind in ("several", "pixels"):
-        if shape is not None:
+        if at_site and shape is not None:
             raise DataError(f"{origin}: labels of several numbers: write the records as .npz")
         y = _together([np.asarray(cell) for cell in y], "label")
     found = [_array(cell) for cell in given[column]]
@@ -253,7 +261,8 @@ def _with_arrays(table: Table, form: RecordForm, shape: tuple[int, ...] | None) 
         raise DataError(f"{origin}: column {column} holds no array or image that can be read")
     blank = good[0] * 0 if good else np.zeros(shape or ())
     whole = [blank if one is None or out else one for one, out in zip(found, missing, strict=True)]
-    x, sieve = array_of(origin, column, _together(whole, column)), RecordFilter(origin, len(whole))
+    x = array_of(origin, column, _together(whole, column) if whole else blank[None][:0])
+    sieve = RecordFilter(origin, len(whole))
     for row in np.flatnonzero(missing).tolist():
         sieve.leave_out(row, "", why)
     return replace(table, sieve=sieve, x=x, y=y, column=column)

@@ -37,7 +37,8 @@ def token_columns(
         lengths = {len(c) for n in lists for c in columns[n] if isinstance(c, known)}
         name = lists[0] if len(lists) == 1 and (length or len(lengths) > 1) else _IDS
     cells = columns.get(name) if name in among else None
-    if cells is None or not _holds_lists(cells):
+    # Named as tokens, they are whatever their cells hold, so that none decides what a table is.
+    if cells is None or not (_names_tokens(among) or _holds_lists(cells)):
         return {}
     columns = {**columns, _IDS: cells}
     among = {*among, _IDS}
@@ -66,7 +67,11 @@ def _holds_lists(cells: Sequence[Any]) -> bool:
 
 def is_tokens(features: Sequence[str]) -> bool:
     """Whether columns of a table are the rows of a record of tokens."""
-    return features[:1] == TOKENS[:1] and len(features) > 1 and {*features} <= {*TOKENS}
+    return features[:1] == TOKENS[:1] and _names_tokens(features)
+
+
+def _names_tokens(names: Collection[str]) -> bool:
+    return len(names) > 1 and _IDS in names and {*names} <= {*TOKENS}
 
 
 def read_tokens(
