@@ -256,6 +256,21 @@ def test_invalid_arrays_and_images_in_a_file_are_left_out(tmp_path, kind, bad):
     assert torch.equal(own.x, expected)
 
 
+@pytest.mark.parametrize("mode", ["1", "P", "L", "RGB"])
+def test_an_image_is_its_colours_however_it_is_stored(mode):
+    """Of a palette of two colours, and of black and white, too."""
+    image = pytest.importorskip("PIL.Image")
+    colours = np.zeros((4, 4, 3), np.uint8)
+    colours[1:, 2:] = 255 if mode in "1L" else (255, 128, 3)
+    of = image.fromarray(colours)
+    of = of.quantize(2) if mode == "P" else of.convert(mode)
+    of.save(file := BytesIO(), "png")
+    expected = colours.transpose(2, 0, 1)[: 1 if mode in "1L" else 3]
+    for cell in (of, {"bytes": file.getvalue(), "path": None}):
+        found = from_python({"x": [cell] * 4, "y": LABELS}, PlanRecords(), "y").x
+        assert found[0].tolist() == expected.tolist()
+
+
 NEXT = LabelForm(kind="pixels", next=True)
 
 
