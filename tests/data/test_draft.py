@@ -141,9 +141,21 @@ def test_the_command_prints_a_draft_to_keep(table):
     assert [each["name"] for each in document["columns"]][:3] == ["admitted", "born", "age"]
 
 
-def test_a_missing_label_is_reported(table):
-    text, _ = draft(table, {"label": "sick"})
-    assert "no column 'sick'" in text
+@pytest.mark.parametrize("role", ["label", "site", "person"])
+def test_a_column_that_is_not_there_is_an_error(role, table, tmp_path):
+    with pytest.raises(DataError, match=f"{role} column is 'sick': expected one of its columns"):
+        draft(table, {role: "sick"})
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 3)), y=np.arange(2))
+    with pytest.raises(DataError, match=f"--{role}: an .npz file has no columns"):
+        draft(tmp_path / "a.npz", {role: "sick"})
+
+
+def test_a_label_that_counts_as_missing_if_declared_is_told(tmp_path):
+    """Undeclared, "none" is a class; its records would be left out by the proposed ones."""
+    (tmp_path / "t.csv").write_text("v,y\n1,none\n2,mild\n3,severe\n4,none\n")
+    assert load_dataset(str(tmp_path / "t.csv"), "y").classes == ("mild", "none", "severe")
+    told = draft(tmp_path / "t.csv", {"label": "y"})[0]
+    assert "'none' in 2 rows, which counts as missing" in told
 
 
 def test_arrays_and_parquet_are_drafted_alike(table, tmp_path):
@@ -249,16 +261,17 @@ def test_numbers_written_otherwise_have_no_median(tmp_path):
     assert to_numbers(found.tolist()).tolist() == [70.5] * 96 + [7.5] * 4
 
 
-@pytest.mark.parametrize("role", ["site", "person"])
-def test_rows_without_a_site_or_person_are_told(role, tmp_path):
+@pytest.mark.parametrize(("role", "rows"), [("site", "row 2"), ("person", "rows 2, 4")])
+def test_rows_without_a_site_or_person_are_told(role, rows, tmp_path):
+    """A site may be called NA, a person not."""
     path = tmp_path / "t.csv"
     path.write_text("v,who,y\n1,A,a\n2,,b\n3,B,a\n4,NA,b\n")
     text = draft(path, {"label": "y", role: "who"})[0]
-    told = f"# found: 2 rows without a {role} (rows 2, 4): they are left out"
-    assert told in text.splitlines()
+    (told,) = (line for line in text.splitlines() if f"without a {role}" in line)
+    assert f"({rows}): they are left out" in told
+    used = load_dataset(str(path), "y", **{role: "who"}, classes=["a", "b"])
+    assert told.startswith(f"# found: {4 - len(used.y)} row")
     tomllib.loads(text)
-    text = draft(path, {"label": "y", role: "whom"})[0]
-    assert f"# {role}: the file has no column 'whom'; its columns are v, who, y" in text
 
 
 @pytest.mark.parametrize(

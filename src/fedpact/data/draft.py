@@ -13,8 +13,11 @@ from typing import Final
 
 import numpy as np
 
-from fedpact.common.format import counted, list_some, number, percent, toml, toml_key
-from fedpact.data.cells import alike_names, read_columns, read_npz, text_of
+from fedpact.common.errors import DataError
+from fedpact.common.format import counted, number, percent, toml, toml_key
+from fedpact.data.cells import Cells, alike_names, read_columns, read_npz, text_of
+from fedpact.data.dataset import RecordFilter
+from fedpact.data.inputs import check_role
 from fedpact.data.schema import RecordForm
 from fedpact.data.summary import (
     ColumnCells,
@@ -24,6 +27,8 @@ from fedpact.data.summary import (
     describe_form,
     summarise_array,
 )
+from fedpact.data.tables import Table
+from fedpact.data.targets import persons_of, read_sites
 
 _MOST: Final = 20
 """Nobody lists all values of a text column that has more of them than this."""
@@ -46,10 +51,16 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     """Return a draft of [records] as TOML, and what each column holds.
 
     roles: the columns of labels, sites and persons, "label", "site" and "person"; None for none.
-    Raises DataError: the file cannot be read.
+    Raises DataError: the file cannot be read, or has no such column.
     """
     head = _HEAD.format(file=path.name)
+    named = {role: column for role, column in roles.items() if column is not None}
     if path.suffix.lower() == ".npz":
+        if named:
+            raise DataError(
+                f"data file {path}: --{' --'.join(named)}: an .npz file has no columns to name, "
+                "but arrays x, y, site and person; leave that out"
+            )
         x = read_npz(path)["x"]
         found, finite = summarise_array(x, RecordForm()), ColumnCells.of("x", x.reshape(-1)).finite
         lines = (
@@ -57,23 +68,24 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
         )
         return "\n".join([head, "[records]", *lines, ""]), found
     table = read_columns(path)
+    for role, column in named.items():
+        check_role(f"data file {path}", role, column, table.cells)
     columns, broken = {n: ColumnCells.of(n, some) for n, some in table.cells.items()}, table.broken
     label, found = roles.get("label"), [one.summary() for one in columns.values()]
     sites = [text_of(cell) for cell in table.cells.get(roles.get("site") or "", ())]
     features = [one for one in found if one.name not in roles.values()]
     dropped = {one.name: why for one in features if (why := _unusable(one, columns[one.name]))}
-    named = {"data": str(path), **roles}
-    lines = [head, *(f"{key} = {toml(name)}" for key, name in named.items() if name is not None)]
+    lines = [head, *(f"{key} = {toml(of)}" for key, of in {"data": str(path), **named}.items())]
     lines += ['# label = "..."   # the column to predict'] * (label is None)
-    task = [] if label not in columns else _task(columns[label])
+    task = [] if label is None else _task(columns[label])
     for role in ("site", "person"):
-        lines += _unnamed(role, roles.get(role), columns)
+        lines += _unnamed(role, table.cells[named[role]]) if role in named else []
     lines += [*task, "", "[records]"]
     if broken:
         rows = _rows(sorted(broken))
         lines.append(f"# found: {counted(len(broken), 'line')} that cannot be read ({rows})")
     if label is not None and not task:
-        lines += _classes(columns, label)
+        lines += _classes(columns[label])
     if dropped:
         lines += [f"# not used: {name or '(no name)'}: {why}" for name, why in dropped.items()]
         lines.append(f"drop = {toml([*dropped])}")
@@ -110,29 +122,38 @@ def _task(cells: ColumnCells) -> list[str]:
     return ["", "[task]", 'kind = "regression"', f"# found: {_span(finite)}", f"# range = [{ends}]"]
 
 
-def _classes(columns: Mapping[str, ColumnCells], label: str) -> list[str]:
-    if label not in columns:
-        return _unnamed("label", label, columns)
-    found = sorted(columns[label].texts)
+def _classes(cells: ColumnCells) -> list[str]:
+    found = sorted(cells.texts)
     if not found:
         return ["# label: every cell is empty"]
     if len(found) > _MOST:
         return [f"# label: text with {len(found)} different values: is this the right column?"]
     return [
+        *_spelt_missing(cells, "classes"),
         "# found: these labels. List all classes that there can be",
         f"# classes = {toml(found)}",
     ]
 
 
-def _unnamed(role: str, name: str | None, columns: Mapping[str, ColumnCells]) -> list[str]:
-    """Return a remark on rows without a site or a person, or on a column that is missing."""
-    if name is None:
-        return []
-    if name not in columns:
-        return [f"# {role}: the file has no column {name!r}; its columns are {list_some(columns)}"]
-    blank = np.flatnonzero(columns[name].blank).tolist()
-    told = f"{counted(len(blank), 'row')} without a {role} ({_rows(blank)}): they are left out"
-    return [f"# found: {told}"] * bool(blank)
+def _spelt_missing(cells: ColumnCells, names: str) -> list[str]:
+    """Return remarks on words that count as missing unless they are among the declared names."""
+    return [
+        f"# found: {word!r} in {counted(count, 'row')}, which counts as missing: if it is a "
+        f"value of its own, add it to the {names}"
+        for word, count in cells.spelt_missing.most_common()
+    ]
+
+
+def _unnamed(role: str, cells: Cells) -> list[str]:
+    """Return a remark on rows that are left out, as they name no site or person."""
+    sieve = RecordFilter("", len(cells))
+    if role == "site":
+        read_sites(Table(sieve, {}, site=cells))
+    else:
+        persons_of(cells, sieve)
+    out = np.flatnonzero(~sieve.good).tolist()
+    told = f"{counted(len(out), 'row')} without a {role} ({_rows(out)}): they are left out"
+    return [f"# found: {told}"] * bool(out)
 
 
 def _column(one: ColumnSummary, cells: ColumnCells, sites: Sequence[str]) -> list[str]:
@@ -148,12 +169,7 @@ def _column(one: ColumnSummary, cells: ColumnCells, sites: Sequence[str]) -> lis
             f"# categories = {toml(words)}   # all that there can be",
             '# scale = "one-hot"   # a number for each; without it 0, 1, 2, ... in this order',
         ]
-        told = cells.spelt_missing
-        lines += [
-            f"# found: {word!r} in {counted(count, 'row')}, which counts as missing: if it is a "
-            "value of its own, add it to the categories"
-            for word, count in told.most_common()
-        ]
+        lines += (told := _spelt_missing(cells, "categories"))
         if missing and words and not told:
             most = cells.texts.most_common(1)[0][0]
             lines.append(f"# fill = {toml(most)}   # the most frequent; for a missing value")

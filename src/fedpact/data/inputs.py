@@ -134,6 +134,16 @@ def choose_features(
     return form.features or [name for name in columns if name not in {*roles, *form.drop}]
 
 
+def check_role(origin: str, role: str, column: str | None, columns: Collection[str]) -> None:
+    """Raise DataError: a table does not have the column of "label", "site" or "person"."""
+    if column not in columns:
+        raise DataError(
+            f"{origin}: {role} column is {column!r}: expected one of its columns "
+            f"{list_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
+            "where a command has it" + _AT_A_SITE * (role == "label")
+        )
+
+
 def table_of(
     origin: str,
     found: Columns,
@@ -152,13 +162,8 @@ def table_of(
     if not labelled:
         by_role = {role: column if column in columns else None for role, column in by_role.items()}
     for role, column in by_role.items():
-        optional = role != "label" or not labelled
-        if column not in columns and not (optional and column is None):
-            raise DataError(
-                f"{origin}: {role} column is {column!r}: expected one of its columns "
-                f"{list_some(columns)}; name it as {role} in a plan or in Python, or by --{role} "
-                "where a command has it" + _AT_A_SITE * (role == "label")
-            )
+        if column is not None or (role == "label" and labelled):
+            check_role(origin, role, column, columns)
     named = {role: column for role, column in by_role.items() if column is not None}
     others = [column for column in by_role.values() if not is_next_token(column)]
     among = choose_features(columns, form, others)
