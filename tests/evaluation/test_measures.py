@@ -46,6 +46,18 @@ def test_of_several_labels_they_are_means_over_labels():
     assert f1(outputs, y) == pytest.approx(f1_score(y, p > 0.5, average="macro"))
 
 
+@pytest.mark.parametrize("of", [area, f1, calibration_error])
+@pytest.mark.parametrize("bad", [(3, slice(None)), (slice(None), 1)], ids=["record", "class"])
+@pytest.mark.parametrize("several", [False, True])
+def test_scores_that_are_no_numbers_have_no_measure(of, bad, several):
+    """One broken score must not be left out of a mean, nor count as the first class."""
+    outputs, y = scores(3)
+    y = torch.eye(3)[y] if several else y
+    assert math.isfinite(of(outputs, y))
+    outputs[bad] = math.nan
+    assert math.isnan(of(outputs, y))
+
+
 def test_of_pixels_f1_is_the_dice_score_of_all_pixels():
     outputs = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     y = torch.randint(3, (5, 4, 4), generator=torch.Generator().manual_seed(1))

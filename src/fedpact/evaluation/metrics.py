@@ -283,31 +283,30 @@ _MOST_OF_PIXELS: Final = 20
 _FORM: Final = "metric(outputs [n, ...], labels [n, ...]) -> a number"
 
 
-def _columns(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities and labels of each class, both [n, K]; pixels count as records.
+def _labelled(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return classes' scores [n, K] and labels [n]; pixels and tokens with a label are records.
 
-    With two classes, only those of the second.
+    Several labels [n, K], and their scores, are returned as they are.
     """
     if y.is_floating_point():
-        return outputs.double().sigmoid(), y.double()
-    outputs, y = _labelled(outputs, y)
-    p = outputs.double().softmax(-1)
-    each = (y[:, None] == torch.arange(p.shape[1])).double()
-    return (p[:, 1:], each[:, 1:]) if p.shape[1] == 2 else (p, each)
-
-
-def _labelled(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return classes' scores [n, K] and labels [n]; pixels and tokens with a label are records."""
+        return outputs, y
     if outputs.dim() > 2:
         outputs, y = outputs.movedim(1, -1).flatten(0, -2), y.flatten()
     return outputs[y != UNLABELLED], y[y != UNLABELLED]
 
 
+def _there(y: Tensor, classes: int) -> Tensor:
+    """Return which label a record has, 0 or 1, float64 [n, K]; of two classes, of the second."""
+    if y.is_floating_point():
+        return y.double()
+    return (y[:, None] == torch.arange(1 if classes == 2 else 0, classes)).double()
+
+
 def _log_odds(outputs: Tensor, y: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) for the probabilities of `_columns`, [n, K]."""
+    """Return log(p / (1 - p)) for the probabilities p of what `_there` has, [n, K]."""
     if y.is_floating_point():
         return outputs.double()
-    z = _labelled(outputs, y)[0].double()
+    z = outputs.double()
     z = z - z.amax(1, keepdim=True)
     classes = range(1 if z.shape[1] == 2 else 0, z.shape[1])
     # Sorted, so that equal probabilities are equal here too.
@@ -317,11 +316,14 @@ def _log_odds(outputs: Tensor, y: Tensor) -> Tensor:
 
 def area(outputs: Tensor, y: Tensor) -> float:
     """Return the area under the ROC curve; for several classes or labels, the mean over those that
-    occur.
+    occur. NaN if a score is not finite.
 
     By ranks (Mann and Whitney) of the log-odds, which do not saturate; equal ones count half.
     """
-    there = _columns(outputs, y)[1]
+    outputs, y = _labelled(outputs, y)
+    if not outputs.isfinite().all():
+        return math.nan
+    there = _there(y, outputs.shape[1])
     found = [_area(s, t) for s, t in zip(_log_odds(outputs, y).T, there.T, strict=True)]
     known = [value for value in found if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
@@ -332,19 +334,23 @@ def _area(score: Tensor, there: Tensor) -> float:
     from scipy.stats import rankdata
 
     positive, count = float(there.sum()), len(there)
-    if positive in (0, count) or not score.isfinite().all():
+    if positive in (0, count):
         return math.nan
     below = float(rankdata(score.cpu()) @ there.cpu().numpy()) - positive * (positive + 1) / 2
     return below / (positive * (count - positive))
 
 
 def f1(outputs: Tensor, y: Tensor) -> float:
-    """Return 2 TP / (2 TP + FP + FN) of the second of two classes, or the mean over classes."""
-    p, there = _columns(outputs, y)
-    if y.is_floating_point() or p.shape[1] == 1:
-        said = (p > 0.5).double()
-    else:
-        said = (p.argmax(1)[:, None] == torch.arange(p.shape[1])).double()
+    """Return 2 TP / (2 TP + FP + FN) of the second of two classes, or the mean over classes.
+
+    NaN if a score is NaN.
+    """
+    outputs, y = _labelled(outputs, y)
+    if outputs.isnan().any():
+        return math.nan
+    classes = outputs.shape[1]
+    said = (outputs > 0).double() if y.is_floating_point() else _there(outputs.argmax(1), classes)
+    there = _there(y, classes)
     both, either = 2 * (said * there).sum(0), (said + there).sum(0)
     met = either > 0
     return float((both[met] / either[met]).mean()) if met.any() else math.nan
@@ -356,7 +362,7 @@ def calibration_error(outputs: Tensor, y: Tensor) -> float:
     With several labels, each counts as a record, with the probability of its prediction.
     """
     if y.is_floating_point():
-        p, there = (each.flatten() for each in _columns(outputs, y))
+        p, there = outputs.double().sigmoid().flatten(), y.flatten()
         confidence, right = torch.maximum(p, 1 - p), (p > 0.5) == (there > 0.5)
     else:
         outputs, y = _labelled(outputs, y)
