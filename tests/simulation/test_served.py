@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,6 +88,15 @@ def test_a_record_is_reported_once_with_its_fault(table, caplog):
     table.result.predict({"age": ["x", "30"], "kind": ["a", "a"], "weight": ["0.5"] * 2})
     assert len(caplog.records) == 1
     assert "row 1 = 'x': column age is not a finite number" in caplog.text
+
+
+def test_probabilities_that_are_nan_answer_no_class(table):
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            return torch.zeros(len(x), 2).index_fill(0, torch.tensor([1]), math.nan)
+
+    served = replace(Predictor.of(table.where / "run"), model=Broken())
+    assert served.predict(table.where / "own.csv").labels[:3].tolist() == ["no", "", "no"]
 
 
 def test_figures_are_those_of_counting(table):

@@ -172,10 +172,11 @@ _SHOWN: Final = 20
 class Predictions:
     """A model's predictions, one row per record.
 
-    labels: the most probable class's name [n], "" if the record is not used; for multiple labels,
-    those with a probability above 1/2, separated by blanks; for pixels, an array of names per
-    record; for regression, the value in its units, NaN if not used. probabilities [n, K, ...], NaN
-    if not used; for regression [n, 0]. used: bool [n]. classes: the names of the columns.
+    labels: the most probable class's name [n], "" if the record is not used or its probabilities
+    are NaN; for multiple labels, those with a probability above 1/2, separated by blanks; for
+    pixels, an array of names per record; for regression, the value in its units, NaN if not used.
+    probabilities [n, K, ...], NaN if not used; for regression [n, 0]. used: bool [n]. classes: the
+    names of the columns.
     """
 
     labels: np.ndarray
@@ -366,8 +367,7 @@ class Predictor:
             ]
             return Predictions(np.array(labels, str), found, used, classes)
         names = np.array([*classes, ""], str)
-        at = used.reshape(-1, *(1 for _ in found.shape[2:]))
-        best = np.where(at, np.nan_to_num(found, nan=-1.0).argmax(1), len(names) - 1)
+        best = np.where(np.isnan(found).any(1), len(names) - 1, found.argmax(1))
         return Predictions(names[best], found, used, classes)
 
     def _answers(self, x: Tensor) -> Tensor:
