@@ -113,6 +113,23 @@ def test_quoted_line_breaks_keep_their_record_alone(tmp_path, other):
         assert [v for v in found if v != 7] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("line", [b"7", b"7,,no,8", b'7,",no', b"\xff,,no"])
+def test_no_cell_of_an_unreadable_line_is_at_fault(tmp_path, line):
+    (tmp_path / "r.csv").write_bytes(b"v,w,y\n1,,no\n" + line + b"\n2,3,yes\n")
+    at = tmp_path / "r.csv", "y", ("no", "yes"), (2,), "float32", RecordForm()
+    reasons = load_site(*at, features=("v", "w"))[1].reasons()
+    assert sorted(reasons)[1:] == [("w", "is missing", 1)]
+    assert [column for column, *_ in reasons].count("") == 1
+
+
+@pytest.mark.parametrize("names", ['a,"b\nc",y', '"é\nx",b,y'])
+def test_a_header_of_two_lines_has_no_other_encoding(tmp_path, names):
+    """The command that was shown wrote a file with the same header, or without its first name."""
+    (tmp_path / "r.csv").write_text(f"{names}\n1,2,u\n3,4,v\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"write each name on one line$"):
+        load_dataset(str(tmp_path / "r.csv"), "y")
+
+
 @pytest.mark.parametrize(
     "missing",
     [None, math.nan, np.float32("nan"), pd.NA, pd.NaT, "", "  ", "NaT", "<NA>", "None"],

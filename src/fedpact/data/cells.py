@@ -337,8 +337,9 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
     header: the first line's columns, or its fault. A single column is allowed.
     """
     encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
-    encoding = encoding if isinstance(header, str) else "utf-8"
-    rows = content.decode(encoding, "replace").splitlines()[:20]
+    encoding = encoding if header == NOT_UTF_8 else "utf-8"
+    # Behind an open quotation mark the next line is no header, but the rest of this one.
+    rows = content.decode(encoding, "replace").splitlines()[: 1 if header == _OPEN else 20]
     separator = max(",;\t|", key=next(filter(str.strip, rows), "").count)
     if encoding == "utf-8" and separator == "," and len(header) == 1:
         return
@@ -349,7 +350,7 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
         options |= {"sep": separator} | ({"decimal": ","} if separator == ";" else {})
     if isinstance(header, str):
         told.append(header)
-        options["encoding"] = encoding
+        options |= {"encoding": encoding} if header == NOT_UTF_8 else {}
     named = [len({cell.strip() for cell in row.split(separator)} - {""}) for row in rows]
     start = next((k for k, count in enumerate(named) if count > max(named) - 2), 0)
     if any(named[:start]):
@@ -364,7 +365,8 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
     raise DataError(
         f"data file {path}: {'its first line ' + ' and '.join(told) if told else 'it is empty'}: "
         "expected a header line that names each column once, in UTF-8 text, with commas between "
-        f"them and points in numbers{f'; convert it: {command}' if options or more else ''}"
+        f"them and points in numbers{'; write each name on one line' * (header == _OPEN)}"
+        f"{f'; convert it: {command}' if options or more else ''}"
     )
 
 

@@ -111,8 +111,12 @@ class RecordFilter:
         return "; ".join(told)
 
     def leave_out(self, row: int, column: str, why: str, value: Any = None) -> None:
-        """Leave a record out. row: from 0. column: or "". why: as MISSING. value: or None."""
-        self._faults.setdefault((column, row), (why, value))
+        """Leave a record out. row: from 0. column: or "". why: as MISSING. value: or None.
+
+        Of a line that cannot be read no cell is known, so none is at fault.
+        """
+        if ("", row) not in self._faults:
+            self._faults.setdefault((column, row), (why, value))
 
     def clamp(self, row: int, column: str, why: str, value: Any) -> None:
         """Note that a value of a record was set to a bound."""
