@@ -263,7 +263,8 @@ def class_numbers(
 ) -> np.ndarray:
     """Return each record's index in classes, int64 [n]; faults are added to the sieve.
 
-    how: "numbers", "names", or None: numbers are indices; text is a name, or else an index.
+    how: "numbers", "names", or None: a number is an index, or else a name, and text a name, or else
+    an index.
     """
     place = {name: k for k, name in enumerate(classes)}
     # 1 is true wherever a truth value stood beside it, or may have, and not the second class.
@@ -278,6 +279,8 @@ def class_numbers(
             number = int(label) if isinstance(label, bool | np.bool_) else text_of(label)
             number = {"true": 1, "false": 0}.get(str(number).lower(), number)
             k = _place_of(cells.without_decimal_zeros(str(number)), len(classes))
+        if k < 0 and how is None:
+            k = place.get(text_of(label), -1)
         if cells.beyond_floats(label):
             why = "is a number from 2^53 on: write such names as text"
             sieve.leave_out(row, column, why, label)
