@@ -250,6 +250,30 @@ def test_the_commands_say_the_same(table, capsys, monkeypatch, tmp_path):
     assert score["accuracy"] == table.result.evaluate(file).accuracy
 
 
+def test_a_file_of_predicted_numbers_has_as_many_headings(table, tmp_path, monkeypatch):
+    """And an empty cell for a record that is not used; its label may be kept beside."""
+    task = {"kind": "regression", "range": [0, 120]}
+    plan = Plan.parse(
+        {
+            **table.plan.document(),
+            "label": "age",
+            "records": {"drop": ["kind", "outcome"]},
+            "task": task,
+        }
+    )
+    result = fedpact.run(plan, tmp_path / "run")
+    file, out = tmp_path / "new.csv", tmp_path / "out.csv"
+    file.write_text("weight,age\n0.5,30\nx,40\n")
+    given = "predict", str(tmp_path / "run"), str(file), "--out", str(out), "--keep", "age"
+    monkeypatch.setattr("sys.argv", ["fedpact", *given])
+    with pytest.raises(SystemExit):
+        main()
+    with out.open(newline="") as lines:
+        found = list(csv.reader(lines))
+    answer = result.predict(file).labels[0]
+    assert found == [["row", "age", "label"], ["1", "30", str(answer)], ["2", "40", ""]]
+
+
 def test_heads_of_the_sites_own_leave_no_model_to_ask(digits, tmp_path):
     for file in ("records.json", "model.safetensors"):
         (tmp_path / file).write_bytes((digits.folder / file).read_bytes())

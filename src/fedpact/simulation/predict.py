@@ -175,8 +175,8 @@ class Predictions:
     labels: the most probable class's name [n], "" if the record is not used or its probabilities
     are NaN; for multiple labels, those with a probability above 1/2, separated by blanks; for
     pixels, an array of names per record; for regression, the value in its units, NaN if not used.
-    probabilities [n, K, ...], NaN if not used; for regression [n, 0]. used: bool [n]. classes: the
-    names of the columns.
+    probabilities [n, K, ...], NaN if not used; for regression [n, 0]. classes: the names of their
+    columns. used: bool [n].
     """
 
     labels: np.ndarray
@@ -189,8 +189,8 @@ class Predictions:
 
     def __repr__(self) -> str:
         count, used = counted(len(self), "record"), int(self.used.sum())
-        told = ", ".join(self.classes[:5]) + (", ..." if len(self.classes) > 5 else "")
-        return f"Predictions({count}, {used} used; of {told}; .labels, .probabilities)"
+        told = f"of {list_some(self.classes, 5)}; " if self.classes else ""
+        return f"Predictions({count}, {used} used; {told}.labels, .probabilities)"
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ class Predictor:
         if target.kind == "number":
             values = np.full(len(used), np.nan)
             values[used] = unscale(outputs.reshape(-1).numpy(), target)
-            return Predictions(values, np.empty((len(used), 0)), used, classes)
+            return Predictions(values, np.empty((len(used), 0)), used, ())
         found = np.full((len(used), *outputs.shape[1:]), np.nan)
         several = target.kind == "several"
         found[used] = (outputs.sigmoid() if several else outputs.softmax(1)).numpy()

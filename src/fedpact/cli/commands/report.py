@@ -208,5 +208,6 @@ def _as_csv(records: Path, kept: Mapping[str, Sequence[str]], found: Predictions
     rows = zip(own, found.labels.tolist(), found.probabilities.tolist(), strict=True)
     for row, (cells, label, each) in enumerate(rows, first):
         shares = ("" if math.isnan(p) else f"{p:.6g}" for p in each)
-        writer.writerow([row, *cells, label, *shares])
+        unknown = isinstance(label, float) and math.isnan(label)
+        writer.writerow([row, *cells, "" if unknown else label, *shares])
     return text.getvalue()
