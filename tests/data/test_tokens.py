@@ -140,6 +140,18 @@ def test_a_declared_length_pads_and_cuts(length):
     assert found[:, 1].tolist() == padded(MASK, length)
 
 
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_length_that_would_be_ignored_is_refused(length):
+    arrays = np.array(padded(IDS, 3)), LABELS
+    for table, label in (
+        (arrays, None),
+        ({"a": [1.0, 2], "b": [3.0, 4], "c": [5, 6], "y": LABELS[:2]}, "y"),
+    ):
+        assert from_python(table, PlanRecords(length=3), label).x.shape[-1] == 3
+        with pytest.raises(DataError, match=rf"length = {length}, .* only lists of tokens"):
+            from_python(table, PlanRecords(length=length), label)
+
+
 def test_cut_texts_are_no_numbers_in_another_unit():
     sieve = from_python(TABLE, PlanRecords(length=1), "label").sieve
     assert any("is cut at 1 tokens" in told for _, told in sieve.paragraphs(values=False))

@@ -92,10 +92,16 @@ def read_numbers(table: Table, form: RecordForm, values: str) -> np.ndarray:
 
     For tokenised text they are [n, rows, T]; see tokens. values: their type, "float32" or "int64".
     Faults of records are added to the table's filter. Raises DataError: a declared column is
-    missing, or has text categories in an array.
+    missing, or has text categories in an array; or a length is declared of other records.
     """
     if not isinstance(table.x, np.ndarray) and is_tokens(table.features):
         return read_tokens(table.x, form.length, form.vocabulary, table.sieve)
+    if form.length not in (None, *table.shape[-1:]):
+        raise DataError(
+            f"data set {table.sieve.origin}: records.length = {form.length}, and a record has "
+            f"shape {table.shape}: only lists of tokens in a table are padded or cut to it; bring "
+            "arrays to that length before, or leave it out"
+        )
     check_columns(table.sieve.origin, form, table.names)
     if isinstance(table.x, np.ndarray):
         x = _of_array(table, table.x, form)
