@@ -159,6 +159,26 @@ def test_one_number_is_one_class_however_it_is_written(kind, tmp_path, caplog):
     assert "labels 'B', 'b' are 2 classes: write them alike" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (["\u00e9", "e\u0301", "x"], r"'e\u0301', '\xe9' are 2 classes"),
+        (["A", "A\u200b", "x"], r"'A', 'A\u200b' are 2 classes"),
+        (["1", "01", "2"], "'01', '1' are 2 classes"),
+    ],
+)
+def test_labels_that_look_alike_are_warned_of(labels, told, caplog):
+    found = from_python({"a": [1.0, 2.0, 3.0], "y": labels}, PlanRecords(), "y")
+    assert len(found.classes) == 3
+    assert f"labels {told}: write them alike" in caplog.text
+
+
+def test_why_one_class_is_left_is_told():
+    table = {"a": ["1", "70 kg", "2", "x"], "y": ["no", "yes"] * 2}
+    with pytest.raises(DataError, match=r"2 of 4 records are left out: of 2 column a is not a fin"):
+        from_python(table, PlanRecords(), "y")
+
+
 NOBODY = [
     *("", "inf", "NA", "N/A", "NULL", "none", "NaN", "?"),
     *("#N/A", "#REF!", "N.A.", "-", "\u200b"),

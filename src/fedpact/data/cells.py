@@ -12,8 +12,9 @@ record out. An error never quotes a value.
 import csv
 import math
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -190,11 +191,24 @@ def is_missing(name: str) -> bool:
     return name.lower() in _NO_NAME
 
 
-def alike_names(names: Iterable[str]) -> list[list[str]]:
-    """Return the groups of names that differ only in upper and lower case."""
-    alike = dict[str, list[str]]()
+_CONTROLS: Final = "".join(map(chr, (*range(33), *range(127, 161))))
+
+
+def shown(name: str) -> str:
+    """Return a name without invisible characters, which copied names may have."""
+    if name.isascii() and name.isprintable():
+        return name
+    text = unicodedata.normalize("NFC", name)
+    return "".join(c for c in text if unicodedata.category(c) != "Cf").strip(_CONTROLS)
+
+
+def alike_names(
+    names: Iterable[str], key: Callable[[str], Any] = lambda name: shown(name).casefold()
+) -> list[list[str]]:
+    """Return the groups of names with one key: that differ only in case, or in what nobody sees."""
+    alike = dict[Any, list[str]]()
     for name in names:
-        alike.setdefault(name.casefold(), []).append(name)
+        alike.setdefault(key(name), []).append(name)
     return [group for group in alike.values() if len(group) > 1]
 
 

@@ -163,7 +163,7 @@ def _column(one: ColumnSummary, cells: ColumnCells, sites: Sequence[str]) -> lis
         lines = [
             f"# found: text with {one.distinct} different values{missing}",
             *(
-                f"# found: {', '.join(map(repr, same))}: if they mean the same, spell them alike"
+                f"# found: {', '.join(map(ascii, same))}: if they mean the same, spell them alike"
                 for same in alike_names(words)
             ),
             f"# categories = {toml(words)}   # all that there can be",

@@ -12,7 +12,6 @@ A label is converted by itself, by the declaration. A record with an invalid lab
 import logging
 import math
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -112,12 +111,7 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
                 "others as records.classes, and their records are left out",
                 *(name, ", ".join(map(repr, odd))),
             )
-        for several in cells.alike_names(names):
-            _logger.warning(
-                "data set %s: labels %s are %d classes: write them alike if they mean one, or name "
-                "the classes as records.classes",
-                *(name, ", ".join(map(repr, several)), len(several)),
-            )
+        _warn_of_alike(name, cells.alike_names(names))
         return tuple(names)
     if UNLABELLED in numbers:
         raise DataError(
@@ -125,7 +119,17 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
             "records out, or name the classes without it as records.classes, and they are left out"
         )
     _check_classes(name, numbers, len(given), REGRESSION)
+    _warn_of_alike(name, cells.alike_names(whole, float))
     return tuple(name for _, name in sorted(zip(numbers, whole, strict=True)))
+
+
+def _warn_of_alike(name: str, groups: Sequence[Sequence[str]]) -> None:
+    for several in groups:
+        _logger.warning(
+            "data set %s: labels %s are %d classes: write them alike if they mean one, or name "
+            "the classes as records.classes",
+            *(name, ", ".join(map(ascii, several)), len(several)),
+        )
 
 
 def check_several(name: str, classes: Sequence[str], table: Table, form: RecordForm) -> None:
@@ -135,6 +139,10 @@ def check_several(name: str, classes: Sequence[str], table: Table, form: RecordF
     labels = table.y.flat if isinstance(table.y, np.ndarray) else table.y
     found = sorted({text for label in labels if not cells.is_missing(text := text_of(label))})
     told = ", ".join(map(repr, found[:5])) + (", ..." if len(found) > 5 else "")
+    if left := table.sieve.document():
+        column, why, count = left["why"][0]
+        told += f" ({left['records']} of {left['of']} records are left out: of {count} "
+        told += f"{f'column {column}' if column else 'the line'} {why})"
     raise DataError(
         f"data set {name}: there is one class, {classes[0]!r}, and the labels found are {told}: "
         "expected two classes or more, as of one there is nothing to learn; name all of them as "
@@ -188,7 +196,6 @@ _NOBODY: Final = frozenset(
 # What spreadsheets and data frames make of long numbers: 3.2E+17, in some countries with a comma.
 _EXPONENT: Final = re.compile(r"[+-]?(?=[.,]?[0-9])[0-9]*[.,]?[0-9]*e[+-]?[0-9]+", re.IGNORECASE)
 _POINT: Final = re.compile(r"[+-]?[0-9]+[.,][0-9]*")
-_CONTROLS: Final = "".join(map(chr, (*range(33), *range(127, 161))))
 
 
 def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "person") -> list[str]:
@@ -208,7 +215,7 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
     if isinstance(given, np.ndarray):
         # Floats keep their type, which determines above which number they round.
         given = list(given) if given.dtype.kind == "f" else cast(list[Any], given.tolist())
-    written = [_shown(text_of(value)) for value in given]
+    written = [cells.shown(text_of(value)) for value in given]
     for row, (name, value) in enumerate(zip(written, given, strict=True)):
         if why := _rounded(name, value):
             why += ", which may stand for several persons; give such names as text"
@@ -217,14 +224,6 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
             sieve.leave_out(row, column, "names no person")
     # Not an array of text, in which every name would be as long as the longest.
     return [cells.without_decimal_zeros(name) for name in written]
-
-
-def _shown(name: str) -> str:
-    """Return a name without invisible characters, which copied names may have."""
-    if name.isascii() and name.isprintable():
-        return name
-    text = unicodedata.normalize("NFC", name)
-    return "".join(c for c in text if unicodedata.category(c) != "Cf").strip(_CONTROLS)
 
 
 def _names_nobody(name: str) -> bool:
@@ -297,7 +296,7 @@ def read_sites(table: Table) -> list[str]:
 
     Raises DataError: another length.
     """
-    names = [cells.without_decimal_zeros(_shown(text_of(value))) for value in table.site]
+    names = [cells.without_decimal_zeros(cells.shown(text_of(value))) for value in table.site]
     sieve = table.sieve
     _check_length(names, sieve, "site")
     # str(None) occurs in numpy arrays of text; a class may have that name.
