@@ -17,7 +17,8 @@ from fedpact.common.errors import DataError
 from fedpact.data.cells import read_columns, to_numbers
 from fedpact.data.draft import draft, propose_range
 from fedpact.data.load import from_python, load_dataset
-from fedpact.data.schema import PlanRecords, RecordForm, Scaling
+from fedpact.data.schema import Column, PlanRecords, RecordForm, Scaling
+from fedpact.data.summary import ColumnCells
 from fedpact.plan import Plan
 
 
@@ -301,6 +302,20 @@ def test_a_draft_of_odd_numbers_can_be_read(tmp_path, cells):
     text = of_column(tmp_path, cells)
     Plan.parse(tomllib.loads(confirmed(text)))
     Plan.parse(tomllib.loads(confirmed(text.replace('label = "y"', 'label = "v"'))))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_infinite_cells_are_told_as_left_out(tmp_path, kind):
+    frame = pd.DataFrame({"v": [1.5, np.inf, 3.5, -np.inf, 2.5] * 4, "y": ["a", "b"] * 10})
+    path = tmp_path / f"t.{kind}"
+    if kind == "parquet":
+        pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
+    frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+    assert len(load_dataset(str(path), "y").y) == 12
+    own = ColumnCells.of("v", read_columns(path).cells["v"]).summary(Column())
+    assert (own.outside, own.remark) == (0.4, "8 cells are no numbers")
+    told = draft(path, {"label": "y"})[0]
+    assert "# found: 8 cells without a number (rows 2, 4, 7, ...): these rows are left" in told
 
 
 def test_titles_above_the_header_are_pointed_out(tmp_path):

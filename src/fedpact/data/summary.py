@@ -83,7 +83,7 @@ class ColumnSummary:
 class ColumnCells:
     """A column's cells as numbers x [n], NaN for others; a mask of blank ones; and the others.
 
-    words: row -> text of a cell that is neither a number nor blank.
+    words: row -> text of a cell that is neither a finite number nor blank.
     """
 
     name: str
@@ -99,10 +99,9 @@ class ColumnCells:
             text, missing = cells.dtype.kind == "U", np.zeros(len(cells), bool)
             return ColumnCells.of(name, cells.tolist() if text else NumberCells(cells, missing))
         x = to_numbers(cells)
-        if isinstance(cells, NumberCells):
-            return ColumnCells(name, cells, x, np.isnan(x), {})
-        blank = np.array([is_blank(cell) for cell in cells], bool)
-        odd = np.flatnonzero(np.isnan(x) & ~blank).tolist()
+        told = isinstance(cells, NumberCells)
+        blank = np.isnan(x) if told else np.array([is_blank(cell) for cell in cells], bool)
+        odd = np.flatnonzero(~np.isfinite(x) & ~blank).tolist()
         return ColumnCells(name, cells, x, blank, {row: text_of(cells[row]) for row in odd})
 
     @property
@@ -298,7 +297,7 @@ def _beside(found: ColumnCells, own: ValueRange, kind: str) -> tuple[np.ndarray,
     """Return the mask of cells that do not match the declaration, bool [n], and a remark."""
     if isinstance(own, Column) and own.categories is not None:
         return _beside_categories(found, own)
-    wrong = np.isnan(found.x) & ~found.blank
+    wrong = ~np.isfinite(found.x) & ~found.blank
     how = describe_form(Counter(found.words.values()))
     how = ": Write days since a fixed day" if kind == "dates" else f": {how}" if how else ""
     if kind in ("text", "dates"):
@@ -307,14 +306,14 @@ def _beside(found: ColumnCells, own: ValueRange, kind: str) -> tuple[np.ndarray,
     high = np.inf if own.high is None else np.float32(own.high)
     with np.errstate(over="ignore", invalid="ignore"):
         x = found.x.astype(np.float32)
-        outside = wrong | (x < low) | (x > high)
-    remark = _other_unit(found, own, float(outside.sum() / max((~found.blank).sum(), 1)))
+        beyond = ~wrong & ((x < low) | (x > high))
+    remark = _other_unit(found, own, float(beyond.sum() / max((~found.blank).sum(), 1)))
     if how or (wrong.any() and not remark):
         remark = f"{int(wrong.sum())} cells are no numbers{how}"
-    return outside, remark
+    return wrong | beyond, remark
 
 
-def _other_unit(found: ColumnCells, own: ValueRange, outside: float) -> str:
+def _other_unit(found: ColumnCells, own: ValueRange, beyond: float) -> str:
     """Ask whether a column is in another unit than declared; "" if it does not look so."""
     first, median, last = found.spread(0.01, 0.5, 0.99)
     if median is None or first is None or last is None:
@@ -324,8 +323,8 @@ def _other_unit(found: ColumnCells, own: ValueRange, outside: float) -> str:
     high = np.inf if own.high is None else own.high
     if not low <= median <= high:
         return f"median {number(median)}, {told}"
-    if outside > _MOST:
-        return f"{percent(outside)} beyond, median {number(median)}, {told}"
+    if beyond > _MOST:
+        return f"{percent(beyond)} beyond, median {number(median)}, {told}"
     if isinstance(own, Column) and own.mean is not None and own.deviation is not None:
         far = abs(median - own.mean) > _FAR * own.deviation
         return f"median {number(median)}, {told}" if far else ""
