@@ -13,7 +13,8 @@ import fedpact
 from fedpact.api import plan_of
 from fedpact.cli.main import main
 from fedpact.common.errors import DataError, ModelError
-from fedpact.data.schema import LabelForm, RecordForm
+from fedpact.data.load import from_python
+from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 4)).astype(np.float32)
@@ -112,6 +113,17 @@ def test_labels_that_are_not_classes_are_asked_about(labels, why):
     half = np.array([0.5, 1.0, 1.5])[np.arange(60) % 3]
     declared = fedpact.from_arrays(X, half.astype(str), classes=["0.5", "1.0", "1.5"])
     assert declared.y.tolist() == (np.arange(60) % 3).tolist()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_names_beside_numbers_in_a_test_set_are_refused(swapped):
+    """The numbers were classes of their own beside the names."""
+    x, names, numbers = np.eye(4), np.array([*"abab"]), np.array([0, 1, 0, 1])
+    train, test = ((x, numbers), (x, names)) if swapped else ((x, names), (x, numbers))
+    with pytest.raises(DataError, match="expected names of classes in both, or numbers in both"):
+        from_python(train, PlanRecords(), test=test)
+    found = from_python(train, PlanRecords(classes=["a", "b"]), test=test)
+    assert found.y.tolist() == found.y_test.tolist() == [0, 1, 0, 1]
 
 
 def test_class_numbers_that_never_occur_are_reported(caplog):

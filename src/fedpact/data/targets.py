@@ -44,7 +44,7 @@ _logger = logging.getLogger("fedpact")
 def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[str, ...]:
     """Return the class names of the used training and test records.
 
-    Raises DataError: the labels are not class numbers.
+    Raises DataError: the labels are not class numbers, or names beside numbers.
     """
     kind, labels = form.target.kind, [table.y for table in tables]
     named = tables[0].labels == "names"
@@ -59,6 +59,12 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
         )
     if kind == "several":
         return tuple(map(str, range(several)))
+    if not named and len({y.dtype.kind == "U" for y in labels}) > 1:
+        raise DataError(
+            f"data set {name}: the training labels are of type {labels[0].dtype}, and the test "
+            f"labels of {labels[1].dtype}: expected names of classes in both, or numbers in both; "
+            "or name the classes as records.classes, whose places numbers then are"
+        )
     if named or labels[0].dtype.kind == "U":
         pairs = [
             (text_of(label), good or not named)
