@@ -131,11 +131,14 @@ def test_held_out_figures_are_on_no_card_and_released_ones_are(build: Build) -> 
     figure = {"name": "accuracy", "about": "all", "value": 0.625, "low": 0.5, "high": 0.75}
     of.run.summary["evaluation"] = {
         "level": 0.95,
-        "figures": [{**figure, "exact": 0.6789}],
+        "figures": [{**figure, "exact": 0.6789}, figure | {"about": "class a|b"}],
         "sites": {"a": [figure | {"value": 0.125}]},
     }
     card = render_model_card(of)
     assert "| accuracy, released: all | 62.5 % | 50.0 % to 75.0 % |" in card
+    # A sign in a name does not end its cell.
+    row = next(line for line in card.splitlines() if "class a" in line)
+    assert len(re.findall(r"(?<!\\)\|", row)) == 4
     assert "67.9" not in card
     assert "12.5" not in card
 

@@ -207,7 +207,7 @@ def _tested(facts: Facts) -> str:
     return " ".join(found) or NEEDED
 
 
-def _results(facts: Facts) -> list[tuple[str, str, str]]:
+def _results(facts: Facts) -> list[tuple[str, ...]]:
     run, rows = facts.run, list[tuple[str, str, str]]()
     if run.evaluated and not run.pooled:
         last = run.evaluated[-1]
@@ -216,4 +216,5 @@ def _results(facts: Facts) -> list[tuple[str, str, str]]:
         rows.append(("mean loss, public test set", number(last.loss), "–"))
     for row in evaluations.read_figures(run):
         rows.append((f"{row['name']}, released: {row['about']}", row["value"], row["interval"]))
-    return rows
+    # A class or a group may have the sign that ends a cell.
+    return [(name.replace("|", r"\|"), *cells) for name, *cells in rows]
