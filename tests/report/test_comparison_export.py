@@ -52,6 +52,12 @@ def test_a_csv_has_every_round_of_every_run(tmp_path: Path) -> None:
     assert float(private["loss"].iloc[-1]) == 0.5
 
 
+def test_a_regression_has_no_accuracy_in_a_csv(tmp_path: Path) -> None:
+    put(tmp_path, "x", 0, {0: math.nan, 1: math.nan})
+    rows = curves_as_csv(read(tmp_path, ["x"], [0])).splitlines()[1:]
+    assert [row.split(",")[COLUMNS.index("accuracy")] for row in rows] == ["", ""]
+
+
 def test_an_unknown_epsilon_is_infinite(tmp_path: Path) -> None:
     put(tmp_path, "x", 0, {0: 0.1, 1: 0.5}, epsilon=math.nan)
     assert (

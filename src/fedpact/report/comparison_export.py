@@ -59,7 +59,8 @@ def curves_as_csv(comparison: Comparison) -> str:
                 sent += record.bytes_down + record.bytes_up
                 spent = largest_epsilon(record.epsilon.values()) if record.epsilon else None
                 clock += record.simulated_seconds
-                figures = (record.round, record.accuracy, record.loss, spent, sent, clock or None)
+                accuracy = record.accuracy if run.counted else None
+                figures = (record.round, accuracy, record.loss, spent, sent, clock or None)
                 rows.writerow((*named, *figures, *(at.get(key) for key in swept)))
     return text.getvalue()
 
