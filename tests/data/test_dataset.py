@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
+from torch.utils.data import Subset
 
 from fedpact.common.errors import DataError
 from fedpact.data import load, public
@@ -365,6 +366,23 @@ def test_a_torch_data_sets_labels_are_its_own_classes_names():
         Folder(["0", "1", "2"], "012"), PlanRecords(), test=Folder(["1", "2"], "12")
     )
     assert digits.y_test.tolist() == [1, 2]
+
+
+def test_a_part_of_a_torch_data_set_keeps_its_classes_names():
+    """As of random_split: a part without the last class had a class less."""
+    whole = Folder(["a", "b", "c"], "abcab")
+    some = Subset(Subset(whole, [4, 3, 1, 0]), [0, 1, 2])
+    found = from_python(some, PlanRecords(), test=Folder(["a", "c"], "ca"))
+    assert found.classes == ("a", "b", "c")
+    assert (found.y.tolist(), found.y_test.tolist()) == ([1, 0, 1], [2, 0])
+
+
+def test_a_list_of_pairs_is_an_error_that_says_what_to_pass():
+    pairs = [(torch.zeros(2), torch.tensor(k % 2)) for k in range(4)]
+    with pytest.raises(
+        DataError, match=r"data is a builtins\.list: expected .* a torch Dataset of"
+    ):
+        from_python(pairs, PlanRecords())
 
 
 @pytest.mark.parametrize("classes", [["1", "0"], ["1", "2", "3"]])

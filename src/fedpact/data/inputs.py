@@ -13,6 +13,7 @@ Pillow's images become arrays [channels, height, width] of 0..255. To scale them
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torch.utils.data import Dataset as Items
 
 from fedpact.common.errors import DataError
@@ -315,11 +316,14 @@ def _of_items(data: Any, shape: tuple[int, ...] | None) -> tuple[Any, Any, list[
             f"{describe_value(data)}: expected pairs (x, y), at least one: a record "
             "and its label at each place; wrap it in a Dataset that gives them"
         )
-    titles = getattr(data, "classes", None)
+    named = data
+    while isinstance(named, Subset) and not hasattr(named, "classes"):
+        named = named.dataset
+    titles = getattr(named, "classes", None)
     x = _together([np.asarray(_array(item[0])) for item in items], "x")
     y = _together([np.asarray(item[1]) for item in items], "y")
-    named = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
-    return x, y, [str(t).strip() for t in cast(Sequence[Any], titles)] if named else None
+    numbered = isinstance(titles, Sequence) and y.ndim == 1 and y.dtype.kind in "iu"
+    return x, y, [str(t).strip() for t in cast(Sequence[Any], titles)] if numbered else None
 
 
 def _is_pair(item: Any, shape: tuple[int, ...] | None) -> bool:
@@ -363,11 +367,17 @@ def _is_sites(one: Any) -> bool:
         return Path(one).suffix.lower() in SUFFIXES
     if isinstance(one, tuple) and len(one) == 2:
         x, y = one
-        alike = hasattr(x, "__len__") and hasattr(y, "__len__") and 1 < len(x) == len(y)
-        return alike and max(_axes(y), 2) <= _axes(x)
+        return 1 < _length(x) == _length(y) and max(_axes(y), 2) <= _axes(x)
     rows = isinstance(one, list) and bool(one) and isinstance(one[0], Mapping)
     known = Mapping, Items, DataLoader
     return rows or isinstance(one, known) or hasattr(one, "columns") or hasattr(one, "column_names")
+
+
+def _length(values: Any) -> int:
+    """Return the length of an array or a sequence; 0 for anything else."""
+    with suppress(TypeError):  # of a tensor without axes, too
+        return len(values)
+    return 0
 
 
 def _axes(values: Any) -> int:
