@@ -10,7 +10,7 @@ import pytest
 
 from fedpact.common.messages import SiteScore
 from fedpact.report import charts
-from fedpact.report.meaning import stake
+from fedpact.report.meaning import explain_run, stake
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import read_run
 
@@ -369,3 +369,20 @@ def test_odds_are_shown_for_every_budget(epsilon, delta):
     least = 100 / (1 + (1 - delta) / (math.exp(min(epsilon, 700.0)) + delta))
     assert min(least, 99.9) - 1e-6 <= told <= 100
     assert found.little == (least > 100 * 1000 / 1001)
+
+
+@pytest.mark.parametrize(("split_by", "expected"), [("record", 7.0), ("person", 5.0)])
+def test_a_persons_odds_count_evaluations(build: Build, split_by: str, expected: float) -> None:
+    """The records of one person may be trained on, held out, or, split one by one, both."""
+    folder = build(["a"])
+    path = folder / "privacy.json"
+    privacy = json.loads(path.read_text())
+    privacy["sites"]["a"]["epsilon_per_person"] = {"2": 2.0}
+    held = {"unit": "record", "split_by": split_by, "epsilon_reserved": 1.0, "delta": 1e-5}
+    privacy["evaluation"] = held | {"epsilon_per_person": {"2": 5.0}}
+    path.write_text(json.dumps(privacy))
+    found = explain_run(read_run(folder))
+    assert found is not None
+    (person,) = (each for each in found.stakes if each.who.startswith("person, 2 records"))
+    assert float(person.epsilon) == expected
+    assert ("δ = 2e-05" in person.who) == (split_by == "record")

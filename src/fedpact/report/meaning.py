@@ -1,15 +1,15 @@
 """The meaning of a run's (ε, δ), in plain words."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from fedpact.common.format import counted, lower, upper
-from fedpact.privacy.accounting.accountant import ACCOUNTANTS
+from fedpact.privacy.accounting.accountant import ACCOUNTANTS, add_budgets
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.report.compared_runs import Comparison, Entry
-from fedpact.report.run_summary import RunSummary
+from fedpact.report.run_summary import RunSummary, largest_epsilon
 
 QUESTION: Final = (
     "An attacker knows all other records of a site and sees everything that it ever sent. A coin "
@@ -108,19 +108,31 @@ def _question(runs: Sequence[RunSummary]) -> str:
 
 
 def _stakes(run: RunSummary) -> Iterable[OddsStatement]:
-    sites, training = list(run.privacy["sites"].values()), run.training
+    sites, training, held = run.privacy["sites"], run.training, run.privacy.get("evaluation")
     one = "one person, all records" if run.privacy["unit"] == "person" else "one record"
     yield from _both(one, training)
-    for k in sites[0].get("epsilon_per_person") or {}:
-        # JSON has no infinity: an ε without a finite bound is null.
-        each = [site["epsilon_per_person"][k] for site in sites]
-        most = math.inf if None in each else max(map(float, each))
-        yield stake(
-            f"person, {counted(int(k), 'record')}{training.cases[0][0]}", most, training.delta
-        )
-    if held := run.privacy.get("evaluation"):
+    for k in next(iter(sites.values())).get("epsilon_per_person") or {}:
+        who, cost = f"person, {counted(int(k), 'record')}", _of_person(sites.values(), k)
+        delta = training.delta
+        if held:
+            # Records of a person that are split one by one may be on both sides.
+            join = max if held["split_by"] == "person" else _sum
+            cost, delta = join(cost, _of_person([held], k)), join(delta, float(held["delta"]))
+            who += f", trained on or held out, at δ = {upper(delta)}"
+        yield stake(who + training.cases[0][0], cost, delta)
+    if held:
         told = f"{held['unit']} held out for evaluation"
         yield stake(told, float(held["epsilon_reserved"]), float(held["delta"]))
+
+
+def _sum(*parts: float) -> float:
+    return add_budgets(parts)
+
+
+def _of_person(stated: Iterable[Mapping[str, Any]], k: str) -> float:
+    """Return the largest ε stated for a person with k records."""
+    # JSON has no infinity: an ε without a finite bound is null.
+    return largest_epsilon(one["epsilon_per_person"][k] for one in stated)
 
 
 def _accounting(run: RunSummary) -> Iterable[str]:

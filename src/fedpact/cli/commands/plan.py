@@ -190,7 +190,8 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     several = plan.privacy.told_records
     records = (plan.privacy.person_records or 5) if several else None
     columns = [site, "N", "q", "σ", Column("T", no_wrap=True), "ε after 1", "ε at the end", "δ"]
-    columns += [f"ε, person of {records}"] if records else []
+    of_training = ", by training" if document["evaluation"] else ""
+    columns += [f"ε, person of {records}{of_training}"] if records else []
     columns += ["ε alone"] if condition else []
     rows = [
         (
