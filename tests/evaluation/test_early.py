@@ -7,10 +7,12 @@ import pytest
 import fedpact
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import RoundRecord
-from fedpact.evaluation.intervals import Early, released_accuracy
+from fedpact.evaluation.intervals import Early, outcome, released_accuracy
 from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import epsilon
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import simulate
 
 PLAIN = {"rounds": 6, "sites": 2, "privacy": {"mode": "none"}}
 PRIVATE = {
@@ -20,6 +22,9 @@ PRIVATE = {
     "privacy": {"epsilon": 20.0, "accountant": "rdp"},
     "settings": {"local_steps": 1},
 }
+
+# In round 2 a step is a million times as long as in round 1.
+FASTER = {"optimiser": "momentum", "momentum": 0.0, "learning_rate": 1e4, "schedule": [1.0, 1e6]}
 
 
 def ended(early, *accuracies):
@@ -62,6 +67,35 @@ def test_private_run_stops_by_released_values_at_charged_cost(tmp_path):
         (training,) = [run for run in told["runs"].values() if not run["beside"]]
         assert [(e["spent"], e["reserved"]) for e in training["events"]] == [(1, 4)]
         assert training["epsilon_spent"] < training["epsilon_reserved"]
+
+
+@pytest.mark.parametrize(
+    ("status", "changes"),
+    [
+        ("accuracy", {"budget": {"accuracy": 1e-6}}),
+        ("diverged", {"settings": {"learning_rate": 1e30}, "server": FASTER}),
+        ("stopped", {}),
+    ],
+)
+def test_a_run_ended_by_releases_costs_its_reservation(tmp_path, status, changes):
+    """Its number of events may follow from them, so what was charged so far is no bound."""
+    ends = iter([False, status == "stopped"])
+    plan = Plan.parse({**PRIVATE, "rounds": 3, **changes})
+    run = simulate(plan, tmp_path / "run", stop=lambda: next(ends, False))
+    assert (run.summary["status"], run.summary["rounds"]) == (status, 1)
+    assert {*run.summary["epsilon"].values()} == {20.0}
+    held = json.loads((tmp_path / "run" / "privacy.json").read_text())["evaluation"]
+    spent = {*run.summary["evaluation"]["epsilon_spent"].values()}
+    assert spent == {held["epsilon_reserved"]}
+
+
+def test_an_answer_that_did_not_arrive_counts_as_charged():
+    form = SimulationSetup.of(Plan.parse(PRIVATE)).form
+    sums = {channel: [1.0] * count for channel, count in form.lengths.items()}
+    missed = RoundRecord(round=2, evaluation={"b": sums}, unevaluated={"a": "rejected: far off"})
+    found = outcome([RoundRecord(round=1, evaluation={"a": sums, "b": sums}), missed], form)
+    each = {n: epsilon({form.once.event: n}, form.once.budget.delta, "rdp") for n in (2, 4)}
+    assert found["epsilon_spent"] == {"a": each[4], "b": each[2]}
 
 
 def test_shared_noise_reservation_holds_without_other_sites(tmp_path):

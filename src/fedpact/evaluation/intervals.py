@@ -272,20 +272,27 @@ def _z(level: float) -> float:
     return NormalDist().inv_cdf((1 + level) / 2)
 
 
-def outcome(records: Sequence[RoundRecord], form: SumsForm) -> dict[str, Any] | None:
+def outcome(
+    records: Sequence[RoundRecord], form: SumsForm, *, whole: bool = False
+) -> dict[str, Any] | None:
     """Return the last evaluation as plain data, None if the run released none.
 
     figures: of all sites together; sites: of each. by_round: of all sites together after each
     evaluated round, without single classes and groups. In a simulation each figure also has its
     value without noise, `exact`. commonest: the accuracy of always predicting the most frequent
-    class, by the released counts. epsilon_spent: site -> ε of what it has released, at delta.
+    class, by the released counts. epsilon_spent: site -> ε of what it has released, at delta. It
+    is that of the reservation for a site that missed an evaluation, and for all if `whole`: if the
+    number of evaluations may have followed from releases.
     """
     done, once = [record for record in records if record.evaluation], form.once
     if once is None or not done:
         return None
     spent = dict[str, float]()
-    for site in sorted({site for record in done for site in record.evaluation}):
-        count = sum(site in record.evaluation for record in done)
+    # An answer that did not arrive, or was rejected, may have been charged.
+    missed = {site for record in records for site in record.unevaluated}
+    for site in sorted(missed.union(*(record.evaluation for record in done))):
+        counted = sum(site in record.evaluation for record in done)
+        count = once.times if whole or site in missed else counted
         spent[site] = epsilon({once.event: count}, once.budget.delta, once.accountant)
     released = [(record.round, record.evaluation, record.held_out) for record in done]
     return {

@@ -300,13 +300,12 @@ class RunSummary:
     def evaluation_cost(self, site: str) -> float:
         """Return an upper bound on ε of a site's evaluations; 0 without any.
 
-        The whole reservation counts while the run has not ended, or if an answer was lost.
+        The whole reservation counts while the run has not ended.
         """
         held = self.privacy.get("evaluation")
         if not held:
             return 0.0
-        missed = any(site in record.unevaluated for record in self.records)
-        if missed or not self.released:
+        if not self.released:
             return float(held["epsilon_reserved"])
         return float(self.released["epsilon_spent"].get(site, 0.0))
 

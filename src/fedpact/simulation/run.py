@@ -141,12 +141,18 @@ def finish(
         "model_parameters": model.size,
         # The weights that ε covers; a later run that starts from a file can recognise it by these.
         "weights": files,
-        "evaluation": outcome(records, form),
+        "evaluation": outcome(records, form, whole=_follows_releases(plan, status)),
         "held_out": exact_outcome(records, form.whole) if form.once is None else None,
         **(more or {}),
     }
     folder.write_json("summary.json", found)
     return found
+
+
+def _follows_releases(plan: Plan, status: str) -> bool:
+    """Whether the number of events may depend on releases, so that ε is what was reserved."""
+    # Who stops a run may have seen what it showed.
+    return plan.adaptive or status in ("accuracy", "patience", "diverged", "stopped")
 
 
 def _summary(
@@ -162,8 +168,7 @@ def _summary(
     # A regression has no accuracy, and so no spread of it.
     counted = last.accuracy is None or not math.isnan(last.accuracy)
     spent, alone = dict(last.epsilon), dict(last.epsilon_alone)
-    if plan.private and (plan.adaptive or status in ("accuracy", "patience")):
-        # The number of events depended on releases, so only the reserved ε is guaranteed.
+    if plan.private and _follows_releases(plan, status):
         spent = {n: terms[n].budget.epsilon for n in spent}
         alone = {n: terms[n].guarantee.alone for n in alone}
     return {
