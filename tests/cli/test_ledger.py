@@ -116,6 +116,17 @@ def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
     assert f"a patient with five visits has at most ε = {upper(of_five)}" in printed
 
 
+def test_what_was_reserved_is_rounded_up(tmp_path, capsys):
+    budget = Budget(2.00000049, 1.00000049e-5)
+    with Ledger(tmp_path / "ledger.jsonl", "ward", hypothetical=False) as ledger:
+        ledger.reserve("one", budget, {SampledGaussian(0.1, 5.0): 3})
+    commands.show(tmp_path / "ledger.jsonl", as_json=False)
+    row = next(line for line in capsys.readouterr().out.splitlines() if "│ ward" in line)
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    assert float(cells[2]) >= budget.epsilon
+    assert float(cells[4]) >= budget.delta
+
+
 def test_an_altered_ledger_is_reported(twice, tmp_path):
     path = sorted((tmp_path / "kept").iterdir())[0]
     path.write_bytes(

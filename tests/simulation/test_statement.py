@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -178,3 +179,12 @@ def test_where_steps_follow_releases_epsilon_is_the_reserved(algorithm, settings
     assert set(done.summary["epsilon"].values()) == {20.0}
     assert may_end_early(plan, done.summary["rounds"])
     assert not Plan.parse({"algorithm": "fedproxvr"}).adaptive
+
+
+def test_the_budget_of_evaluations_is_rounded_up():
+    budget = {"epsilon": 2.00000049, "delta": 1.00000049e-5}
+    told = statement(evaluation={"share": 0.2, **budget}, privacy={"accountant": "rdp"})
+    (line,) = (line for line in told["covers"] if line.startswith("Evaluations"))
+    epsilon, delta = (float(x) for x in re.search(r"= \((.*?), (.*?)\)", line).groups())
+    assert epsilon >= budget["epsilon"]
+    assert delta >= budget["delta"]

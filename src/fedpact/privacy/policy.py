@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from fedpact.common.configuration import plan_error
 from fedpact.common.errors import PlanError, PolicyRefused
+from fedpact.common.format import upper
 from fedpact.privacy.accounting.accountant import Budget, add_budgets
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.ledger import Ledger
@@ -179,8 +180,8 @@ class Policy(BaseModel):
         if terms.honest > self.honest:
             raise PolicyRefused(
                 f"the run's ε = {terms.budget.epsilon:g} needs the noise of {terms.honest} honest "
-                f"sites (ε = {terms.guarantee.alone:.4g} without): the site's policy has honest = "
-                f"{self.honest}; to allow it, the owner sets honest = {terms.honest}, "
+                f"sites (ε = {upper(terms.guarantee.alone)} without): the site's policy has "
+                f"honest = {self.honest}; to allow it, the owner sets honest = {terms.honest}, "
                 "epsilon_alone_per_run and epsilon_alone_ever"
             )
         per_run, ever = self.epsilon_alone_per_run, self.epsilon_alone_ever

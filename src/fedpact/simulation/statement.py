@@ -353,7 +353,7 @@ def state_evaluation(of: dict[str, Any]) -> str:
     told = (
         f"Evaluations: about {of['share']:.0%} of a site's {of['unit']}s are held out of its "
         f"training. A hash with a secret key of the site decides this for each {each} alone. Those "
-        f"held out have (ε, δ) = ({of['epsilon']:g}, {of['delta']:g}) "
+        f"held out have (ε, δ) = ({upper(of['epsilon'])}, {upper(of['delta'])}) "
         f"{'' if person or not whole else 'per record '}for all evaluations together, and no cost "
         "from training; the others have the cost of training, and none from evaluations."
     )

@@ -289,8 +289,8 @@ def _covers(left: Remaining | None, joint: bool) -> str:
     rests = f", given {left.condition}" if left.condition else ""
     return (
         f"the new run alone: {new}. With what {site} reserved, (ε, δ) = "
-        f"({left.epsilon_reserved:g}, {left.delta_reserved:g}){rests}, it stays within the "
-        "budget of all runs"
+        f"({upper(left.epsilon_reserved)}, {upper(left.delta_reserved)}){rests}, it stays within "
+        "the budget of all runs"
     )
 
 
@@ -301,7 +301,7 @@ def _print(document: dict[str, Any], answers: list[dict[str, Any]], per_person: 
         (
             _bound(row["epsilon"]),
             *(_bound(row["epsilon_per_person"]) for _ in person),
-            f"{row['delta']:g}",
+            upper(row["delta"]),
             # What is computed is rounded to the safe side.
             lower(row["q"], 5) if solved == "q" else repr(row["q"]),
             upper(row["sigma"], 5) if solved == "sigma" else repr(row["sigma"]),

@@ -12,6 +12,7 @@ from fedpact.cli.console import AsJson, Overrides, plain_console, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.check import count
 from fedpact.common.errors import DataError, PlanError, PrivacyError
+from fedpact.common.format import upper
 from fedpact.privacy.guarantee import Guarantee
 
 if TYPE_CHECKING:
@@ -158,9 +159,9 @@ def _print(
     out = plain_console()
     out.print(
         f"site {document['site']}: claimed ε = {Guarantee.read(document)} at δ = "
-        f"{document['delta']:g}, {document['adjacency']}, accountant {document['accountant']}. "
-        f"Each method's bounds hold with {document['confidence']:.0%} confidence; the sensitivity "
-        "is measured exactly, without noise."
+        f"{upper(document['delta'])}, {document['adjacency']}, accountant "
+        f"{document['accountant']}. Each method's bounds hold with {document['confidence']:.0%} "
+        "confidence; the sensitivity is measured exactly, without noise."
     )
     for check in found:
         out.print(f"{check.method:<11} {check.text}", markup=False)

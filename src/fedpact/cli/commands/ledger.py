@@ -203,9 +203,9 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
         (
             each["site"] + (" (hypothetical)" if each["hypothetical"] else ""),
             run,
-            f"{spend['epsilon_reserved']:g}",
+            upper(spend["epsilon_reserved"]),
             upper(spend["epsilon_spent"]),
-            f"{spend['delta']:g}",
+            upper(spend["delta"]),
             str(sum(event["spent"] for event in spend["events"])),
             str(sum(event["reserved"] for event in spend["events"])),
             *(_alone(spend) if shared else ()),

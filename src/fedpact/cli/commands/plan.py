@@ -201,8 +201,8 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
             f"{terms['sigma_joint']:.4f}",
             f"{terms['steps']}{every}",
             upper(terms["epsilon_by_round"][0]),
-            f"{upper(terms['epsilon_by_round'][-1])} of {terms['epsilon']:g}",
-            f"{terms['delta']:g}",
+            f"{upper(terms['epsilon_by_round'][-1])} of {upper(terms['epsilon'])}",
+            upper(terms["delta"]),
             *([upper(terms["epsilon_per_person"][str(records)])] if records else []),
             *([upper(terms["epsilon_alone_by_round"][-1])] if condition else []),
         )
