@@ -18,10 +18,16 @@ from fedpact.api import load
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import FINAL, Refusal, Reply, Task, from_bytes
-from fedpact.deployment.final_model import FinalModel, find_published_model
+from fedpact.deployment.final_model import (
+    FinalModel,
+    describe_ending,
+    find_published_model,
+    read_ending,
+)
 from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_evaluation import personalise_site
+from fedpact.privacy.ledger.ledger import Ledger
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -177,3 +183,18 @@ def test_a_broken_ledger_does_not_cost_a_site_its_model(site_dir, caplog):
         assert isinstance(from_bytes(site.handle(final, (9, "f" * 64))), Reply)
     assert "does not say what the run cost" in caplog.text
     assert (site_dir / "run" / "model.safetensors").exists()
+
+
+def test_the_end_of_shared_noise_is_told_with_both_epsilons(make, tmp_path):
+    """What rests on other sites' noise is never stated without what does not."""
+    secure = {"secure_aggregation": {"threshold": 3}, "privacy": {"trust": "sum", "honest": 2}}
+    at = make(tmp_path / "d", {}, settings={"local_steps": 1}, **secure) / "sites" / "site-00"
+    model = FinalModel.of(at)
+    files, terms = model.files, model.files.terms
+    run = files.federation.run
+    with Ledger(files.ledger, files.settings.data_set, hypothetical=True) as ledger:
+        ledger.reserve(run, terms.guarantee, terms.history(terms.steps))
+    model.keep(Task(run, 1, FINAL, files.plan.method.init(torch.zeros(650)).vectors, {}, 1))
+    told = describe_ending(run, files.plan, read_ending(at, run), at)
+    assert f"ε <= {terms.guarantee.epsilon!r}, given the noise of 2 honest sites" in told
+    assert f"ε <= {terms.guarantee.alone!r}, if no other site is honest" in told

@@ -11,6 +11,7 @@ record and charges nothing.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_s
 from fedpact.deployment.site_records import SiteFiles
 from fedpact.deployment.store import RunMemory, Store
 from fedpact.plan import Plan
+from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import spend_of
 from fedpact.simulation.predict import RecordedForm
@@ -97,13 +99,14 @@ class FinalModel:
             _log.warning("the final model's summary does not say what the run cost: %s", error)
             runs = {}
         found = spend_of(self.files.federation.run, runs)
+        name = self.files.name
         if found is None:
-            return {"epsilon": {}, "delta": {}}
-        early = may_end_early(self.files.plan, rounds)
-        cost = found["epsilon_reserved" if early else "epsilon_spent"]
+            return {"epsilon": {}, "epsilon_alone": {}, "delta": {}}
+        state = "reserved" if may_end_early(self.files.plan, rounds) else "spent"
         return {
-            "epsilon": {self.files.name: cost},
-            "delta": {self.files.name: found["delta"]},
+            "epsilon": {name: found[f"epsilon_{state}"]},
+            "epsilon_alone": {name: found[f"epsilon_alone_{state}"]},
+            "delta": {name: found["delta"]},
         }
 
     def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
@@ -137,13 +140,16 @@ def may_end_early(plan: Plan, rounds: int | None) -> bool:
 def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Path) -> str:
     """Describe the end of a run: its last round, the model's path, and its cost.
 
-    summary: with rounds, epsilon and delta by site. folder: that of the model.
+    summary: with rounds, epsilon and delta by site, epsilon_alone if noise is shared. folder: that
+    of the model.
     """
-    # All digits: rounded down it would not be a bound.
-    spent = [
-        f"{site} ε <= {e!r} at δ = {summary['delta'][site]!r}"
-        for site, e in summary["epsilon"].items()
-    ]
+    spent = list[str]()
+    for site, cost in summary["epsilon"].items():
+        delta, alone = summary["delta"][site], summary.get("epsilon_alone", {}).get(site, math.inf)
+        cases = Guarantee(cost, delta, alone, plan.privacy.honest).cases
+        # All digits: rounded down it would not be a bound.
+        told = "; ".join(f"ε <= {epsilon!r}{condition}" for condition, epsilon in cases)
+        spent.append(f"{site} {told} at δ = {delta!r}")
     early = may_end_early(plan, summary["rounds"])
     accountant = plan.privacy.accountant if early else "best of PLD and RDP"
     by = f", {plan.privacy.adjacency}, accountant {accountant}"
