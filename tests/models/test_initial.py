@@ -95,6 +95,16 @@ def test_own_words_complement_what_a_run_states(tmp_path):
     assert Plan.parse({**SMALL, "initial": said}).initial.trained_on == "public"
 
 
+def test_weights_state_what_evaluations_of_their_run_cost(tmp_path):
+    """A model may be the one at which released evaluations ended its run."""
+    held = {"share": 0.2, "epsilon": 9.0, "delta": 2e-5}
+    run = fedpact.run(Plan.parse({**SMALL, "evaluation": held}), tmp_path / "run")
+    spent = max(run.summary["evaluation"]["epsilon_spent"].values())
+    assert spent > max(run.summary["epsilon"].values())
+    told = Plan.parse({**SMALL, "initial": str(tmp_path / "run")}).initial.trained_on
+    assert f"which spent ε <= {spent!r} at δ = 2e-05" in told
+
+
 def test_run_vouches_only_for_the_weights_it_wrote(tmp_path):
     folder = tmp_path / "run"
     fedpact.run(Plan.parse({**SMALL, "server": {"average": "exponential"}}), folder)

@@ -354,9 +354,13 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
         # Its own initial weights and features are in its model, too.
         before = [(plan.get(t) or {}).get("trained_on") for t in ("initial", "features")]
         others = f", given {summary['condition']}" * bool(summary.get("condition"))
+        # Records that were held out pay for evaluations, which may have ended the run.
+        held = summary["evaluation"] or {"epsilon_spent": {}, "delta": 0.0}
+        cost = max([*spent.values(), *held["epsilon_spent"].values()])
+        delta = max([*deltas.values(), held["delta"]])
         told = (
             f"{plan['data']} by the private run {run.name}, which spent "
-            f"ε <= {max(spent.values())!r} at δ = {max(deltas.values())!r} per {unit}, "
+            f"ε <= {cost!r} at δ = {delta!r} per {unit}, "
             f"{adjacency}{others}{_ITSELF}"
         )
         return "; before that, on: ".join([told, *filter(None, before)]), ""
