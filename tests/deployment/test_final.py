@@ -28,6 +28,8 @@ from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_evaluation import personalise_site
 from fedpact.privacy.ledger.ledger import Ledger
+from fedpact.privacy.ledger.receipt import receipt
+from fedpact.report.run_summary import read_run
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -198,3 +200,20 @@ def test_the_end_of_shared_noise_is_told_with_both_epsilons(make, tmp_path):
     told = describe_ending(run, files.plan, read_ending(at, run), at)
     assert f"ε <= {terms.guarantee.epsilon!r}, given the noise of 2 honest sites" in told
     assert f"ε <= {terms.guarantee.alone!r}, if no other site is honest" in told
+
+
+def test_a_round_that_diverged_counts_at_every_party(federate):
+    """It ends the run without a record: all sites were charged for it, and it follows releases."""
+    faster = {"optimiser": "momentum", "momentum": 0.0, "learning_rate": 1e4, "schedule": [1, 1e6]}
+    run = federate(None, rounds=4, settings={"learning_rate": 1e30}, server=faster)
+    run()
+    assert (run.summary["status"], run.summary["rounds"]) == ("diverged", 1)
+    last = read_run(run.directory / "server" / "run").last
+    for node in run.nodes:
+        name = node.site.name
+        spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
+        assert sum(event["spent"] for event in spent["events"]) == 2
+        assert last.epsilon[name] >= spent["epsilon_spent"]
+        found = json.loads((node.directory / "run" / "summary.json").read_text())
+        for summary in (run.summary, found):
+            assert summary["epsilon"][name] == spent["epsilon_reserved"]

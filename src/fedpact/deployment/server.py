@@ -227,7 +227,8 @@ class Coordinator:
             self.folder.commit(at, record)
             records.append(record)
             on_round(record)
-        records[-1] = rounds.finish(at, records[-1])
+        # A round whose model was not finite has no record, and was charged.
+        records[-1] = evaluator.count_epsilon(rounds.finish(at, records[-1]))
         self.folder.rewrite(records)
         ended = at, records, rounds.status
         of = self.federation
@@ -328,7 +329,7 @@ class _Evaluator:
 
     def __call__(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._count(record)
-        record = with_epsilon(record, self._terms, self._spent())
+        record = self.count_epsilon(record)
         if self._test is None:
             return record
         x, y = self._test
@@ -341,6 +342,10 @@ class _Evaluator:
         beside = self._score(average, x, y)
         numbers = {"accuracy": beside.accuracy, "loss": beside.loss}
         return dataclasses.replace(record, average=numbers)
+
+    def count_epsilon(self, record: RoundRecord) -> RoundRecord:
+        """Return a record with the ε of all that was counted."""
+        return with_epsilon(record, self._terms, self._spent())
 
     def _spent(self) -> dict[str, History]:
         # Each new attempt is charged like a round; τ is fixed if attempts are possible.
