@@ -200,6 +200,9 @@ def test_the_end_of_shared_noise_is_told_with_both_epsilons(make, tmp_path):
     told = describe_ending(run, files.plan, read_ending(at, run), at)
     assert f"ε <= {terms.guarantee.epsilon!r}, given the noise of 2 honest sites" in told
     assert f"ε <= {terms.guarantee.alone!r}, if no other site is honest" in told
+    unbounded = {**read_ending(at, run), "epsilon_alone": {"site-00": None}}
+    told = describe_ending(run, files.plan, unbounded, at)
+    assert "ε <= inf, if no other site is honest" in told
 
 
 def test_a_round_that_diverged_counts_at_every_party(federate):

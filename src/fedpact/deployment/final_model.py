@@ -11,7 +11,6 @@ record and charges nothing.
 """
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,8 +144,10 @@ def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Pa
     """
     spent = list[str]()
     for site, cost in summary["epsilon"].items():
-        delta, alone = summary["delta"][site], summary.get("epsilon_alone", {}).get(site, math.inf)
-        cases = Guarantee(cost, delta, alone, plan.privacy.honest).cases
+        delta, alone = summary["delta"][site], summary.get("epsilon_alone", {}).get(site)
+        # JSON has no infinity: an ε without a finite bound is null.
+        told_of = {"epsilon": cost, "epsilon_alone": alone, "delta": delta}
+        cases = Guarantee.read(told_of | {"honest": plan.privacy.honest}).cases
         # All digits: rounded down it would not be a bound.
         told = "; ".join(f"ε <= {epsilon!r}{condition}" for condition, epsilon in cases)
         spent.append(f"{site} {told} at δ = {delta!r}")
