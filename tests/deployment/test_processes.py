@@ -1,6 +1,7 @@
 """The parties' processes, and Flower's beside them: started, watched and ended."""
 
 import errno
+import ssl
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from fedpact.common.files import only_one
 from fedpact.deployment import local, processes
 from fedpact.deployment.flower import program
 from fedpact.deployment.flower.health import is_held
+from fedpact.deployment.flower.internals import SuperLink
 
 PARTY = """
 import fcntl, signal, sys
@@ -131,6 +133,21 @@ def test_a_used_port_error_names_the_setting(monkeypatch):
     # Now with some patience, as another program may be given that port for a moment.
     monkeypatch.undo()
     processes._wait_for_port("127.0.0.1", port, "address in federation.toml")
+
+
+def test_parties_use_no_proxy_of_the_environment(monkeypatch, caplog):
+    """A server would not reach itself by one, and SOCKS needs a package that nobody has."""
+    caplog.set_level("INFO", "fedpact")
+    monkeypatch.setenv("no_proxy", "")
+    with processes.socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+        processes._prepare(reproducible=False)
+        with pytest.raises(FedpactError, match="no SuperLink answers"):
+            SuperLink("127.0.0.1:9", ssl.create_default_context()).wait(0.0)
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
 
 
 def test_a_party_reports_a_missing_server_once(deployment, monkeypatch, caplog):

@@ -163,6 +163,8 @@ def describe_untested() -> list[str]:
 
 
 def _prepare(reproducible: bool) -> None:
+    # Parties connect directly, the server also to itself: the environment's proxies are for others.
+    os.environ["no_proxy"] = "*"
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("fedpact").setLevel(logging.INFO)
     for told in describe_untested():
