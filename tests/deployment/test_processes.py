@@ -150,6 +150,14 @@ def test_parties_use_no_proxy_of_the_environment(monkeypatch, caplog):
             proxy.accept()
 
 
+def test_a_party_prints_epsilon_in_every_locale(monkeypatch, tmp_path):
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-c", "print(chr(0x3B5))"]
+    done = subprocess.run(command, env=processes.environment(tmp_path), capture_output=True)
+    assert (done.stdout.decode(), done.stderr) == ("ε\n", b"")
+
+
 def test_a_party_reports_a_missing_server_once(deployment, monkeypatch, caplog):
     """Its address does not resolve, or nobody listens there: it goes on trying, and says so."""
     tries = []

@@ -145,6 +145,8 @@ def environment(directory: Path) -> dict[str, str]:
     return {
         **os.environ,
         "FLWR_HOME": str(directory / "flower"),
+        # A letter that the locale lacks, such as ε, must not end a party.
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
         **QUIET,
     }
 
