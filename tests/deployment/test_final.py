@@ -18,6 +18,7 @@ from fedpact.api import load
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import FINAL, Refusal, Reply, Task, from_bytes
+from fedpact.deployment import final_model
 from fedpact.deployment.final_model import (
     FinalModel,
     describe_ending,
@@ -27,6 +28,7 @@ from fedpact.deployment.final_model import (
 from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_evaluation import personalise_site
+from fedpact.deployment.snapshot import take_snapshot
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.report.run_summary import read_run
@@ -173,6 +175,29 @@ def test_model_of_wrong_shape_is_refused(site_dir):
         assert isinstance(answer, Reply)
         assert not answer.vectors
         assert site.ledger.length == before
+
+
+def test_a_site_killed_before_its_model_is_written_has_none(site_dir, monkeypatch):
+    """Not that of the run before, which its directory has."""
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_):
+        raise Killed
+
+    with Site(site_dir) as site:
+        w = site.plan.method.init(torch.zeros(650)).vectors["w"]
+        site.handle(Task(site.run, 5, FINAL, {"w": w}, {}, 5))
+        assert site.ending
+    change(site_dir / "federation.toml", f'run = "{site.run}"', 'run = "next"')
+    monkeypatch.setattr(final_model, "write_whole", die)
+    with Site(site_dir) as site:
+        with pytest.raises(Killed):
+            site.handle(Task("next", 5, FINAL, {"w": w}, {}, 5))
+        assert site.ending is None
+    assert inspect_deployment(site_dir)["status"] == "known to the server"
+    assert not take_snapshot(site_dir)["ended"]
 
 
 def test_a_broken_ledger_does_not_cost_a_site_its_model(site_dir, caplog):

@@ -111,7 +111,9 @@ class FinalModel:
     def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
         folder, of = Folder(self.files.directory / RUN), self.files.federation
         folder.path.mkdir(exist_ok=True)
-        # The model is written last: once it exists, the other files do.
+        # The model is written last: once it exists, the other files do. That of an earlier run goes
+        # first, or a site that is killed in between would take it for this run's.
+        (folder.path / "model.safetensors").unlink(missing_ok=True)
         folder.write_json("plan.json", self.files.plan.document())
         given = RecordedForm(of.shape, of.values, of.classes, of.columns(self.files.plan))
         given.by(of.stage(self.files.plan, self.files.directory)).write(folder)

@@ -19,6 +19,7 @@ from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import WAITS, folder_of_run
 from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.federation import Federation
+from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.server import FILE as HANDED_OVER
 from fedpact.deployment.site_evaluation import PROGRESS, Progress
@@ -234,8 +235,7 @@ def _site(directory: Path) -> Document:
         # It belongs to an earlier run of this site.
         progress = Progress()
     ledger = _ledger(path, path.stat().st_mtime_ns) if path.exists() else {"runs": {}, "entries": 0}
-    # Otherwise the model belongs to an earlier run.
-    ended = read_json_table(directory / "run" / "summary.json").get("run") == federation.run
+    ended = read_ending(directory, federation.run) is not None
     running = is_held(directory)
     to_do = [
         f"It refused {counted(n, 'task')} ({c}): it {REASONS.get(c, 'logs the reason')}."
