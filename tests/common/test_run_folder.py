@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedpact.api import run
-from fedpact.common.errors import DataError, InputError
+from fedpact.common.errors import DataError, InputError, PlanError
 from fedpact.common.files import check_out, free_room, make_room, write_whole
 from fedpact.common.messages import RoundRecord, State
 from fedpact.common.run_folder import Checkpoint, Costs, Folder
@@ -90,6 +90,16 @@ def test_a_folder_that_is_not_a_run_is_reported(tmp_path):
         Folder(tmp_path).read_json("plan.json")
     with pytest.raises(DataError, match="cannot be resumed"):
         Folder(tmp_path).restore()
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", '"ended"', "5"])
+def test_a_json_file_that_is_no_table_is_reported(tmp_path, content):
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(DataError, match=r"summary\.json cannot be read"):
+        Folder(tmp_path).read_json("summary.json")
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(PlanError, match=r"expected|not valid json"):
+        Plan.read(tmp_path / "plan.json")
 
 
 def test_a_folder_that_cannot_be_is_refused_and_none_is_made(tmp_path):

@@ -106,7 +106,7 @@ def select_given(
     document: returns the document that would be written of a configuration, with every default.
     """
     bare = remove_marks(raw)
-    if DEFAULTS_KEY not in raw:
+    if not isinstance(raw, Mapping) or DEFAULTS_KEY not in raw:
         return bare
     written, here = flatten(raw), flatten(document(bare))
     same = [key for key in read_marks(raw) if written.get(key) == here.get(key)]

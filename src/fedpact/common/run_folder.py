@@ -235,10 +235,13 @@ class Folder:
         write_whole(self.path / name, text.encode() + b"\n", private=False)
 
     def read_json(self, name: str) -> Any:
-        """Read one of the JSON files. Raises DataError: missing or not JSON."""
+        """Read one of the JSON files. Raises DataError: missing, or not a table of JSON."""
         try:
-            return json.loads((self.path / name).read_bytes())
-        except (OSError, ValueError) as error:
+            found = json.loads((self.path / name).read_bytes())
+            if not isinstance(found, dict):
+                raise TypeError(f"a {type(found).__name__}")
+            return found
+        except (OSError, ValueError, TypeError) as error:
             raise DataError(
                 f"{self.path / name} cannot be read ({type(error).__name__}): "
                 f"expected the folder of a run, as `fedpact run` writes it, at {self.path}"

@@ -1,7 +1,6 @@
 """A trial federation on this machine: starts its parties as child processes, reads their state."""
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any, Final, Self
 from fedpact.common.errors import DataError, FedpactError, InputError, PlanError, TransportLost
 from fedpact.common.files import parse_errors, private_opener, safe_name
 from fedpact.common.messages import RoundRecord
+from fedpact.common.run_folder import RUN, Folder
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.health import is_held
@@ -218,5 +218,6 @@ def _status(party: Path, run: str) -> str:
     if (party / "site.toml").exists():
         ended = read_ending(party, run) is not None
         return "ended; the final model is here" if ended else "known to the server"
-    path = party / "run" / "summary.json"
-    return json.loads(path.read_bytes())["status"] if path.exists() else "not ended"
+    folder = Folder(party / RUN)
+    ended = (folder.path / "summary.json").exists()
+    return folder.read_json("summary.json")["status"] if ended else "not ended"
