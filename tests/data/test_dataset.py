@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 
 from fedpact.common.errors import DataError
 from fedpact.data import load, public
+from fedpact.data.cells import read_columns, read_npz
 from fedpact.data.dataset import Dataset
 from fedpact.data.inputs import columns_of
 from fedpact.data.load import from_arrays, from_python, load_dataset
@@ -326,6 +327,14 @@ def test_an_npz_that_cannot_be_used_is_explained(tmp_path, arrays, message):
 def test_a_missing_file_is_named(name):
     with pytest.raises(DataError, match=f"{name} does not exist"):
         load_dataset(name, **({} if name == "t.npz" else {"label": "y"}))
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet", "t.npz"])
+def test_what_cannot_be_opened_is_not_called_damaged(tmp_path, name):
+    """A folder, as a file that another account owns is opened by root all the same."""
+    (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match=rf"{name} cannot be read \(Is a directory\)"):
+        (read_npz if name == "t.npz" else read_columns)(tmp_path / name)
 
 
 def test_an_unknown_name_lists_the_known_ones():

@@ -328,6 +328,13 @@ def test_an_unreadable_ledger_note_is_reported(site_dir, content):
         Site(site_dir)
 
 
+def test_a_ledger_note_that_cannot_be_opened_is_kept(site_dir):
+    """Nobody is told to remove what shows that a ledger was put back."""
+    (site_dir / "ledger.jsonl.seen").mkdir()
+    with pytest.raises(LedgerError, match=r"\.seen cannot be read .* do not remove it"):
+        Site(site_dir)
+
+
 # What the server makes of it
 
 

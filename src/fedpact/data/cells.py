@@ -255,8 +255,7 @@ class Columns:
 def read_columns(path: Path) -> Columns:
     """Return the columns of a .csv or .parquet file. Raises DataError: it cannot be read."""
     check_suffix(path)
-    if not path.is_file():
-        raise _missing(path)
+    _check_readable(path)
     return _read_csv(path) if path.suffix.lower() == ".csv" else _read_parquet(path)
 
 
@@ -291,9 +290,17 @@ def _conversion(path: Path, reader: str, more: str = "", **options: Any) -> str:
     )
 
 
-def _missing(path: Path) -> DataError:
-    where = "" if path.is_absolute() else f" in {Path.cwd()}, where the command was given"
-    return DataError(f"data file {path} does not exist{where}: check the path")
+def _check_readable(path: Path) -> None:
+    """Raise DataError: no such file, or one that this account may not read."""
+    try:
+        path.open("rb").close()
+    except FileNotFoundError as error:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}, where the command was given"
+        raise DataError(f"data file {path} does not exist{where}: check the path") from error
+    except OSError as error:
+        raise DataError(
+            f"data file {path} cannot be read ({error.strerror}): check who may read it"
+        ) from error
 
 
 def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
@@ -301,11 +308,10 @@ def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
 
     labelled: whether y is required. Raises DataError: no such file, or other arrays.
     """
+    _check_readable(path)
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = dict(stored)
-    except FileNotFoundError as error:
-        raise _missing(path) from error
     except Exception as error:  # a damaged zip fails in a dozen ways
         # For a file that is not a zip, numpy's error suggests loading it unsafely.
         why = error if is_zipfile(path) else "it is no zip file, as those are"
@@ -324,12 +330,7 @@ def read_npz(path: Path, *, labelled: bool = True) -> dict[str, np.ndarray]:
 
 
 def _read_csv(path: Path) -> Columns:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"data file {path} cannot be read ({error.strerror}): check who may read it"
-        ) from error
+    content = path.read_bytes()
     lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
     header = _cells(lines[0]) if lines else []
     if not isinstance(header, str):

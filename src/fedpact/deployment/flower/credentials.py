@@ -89,8 +89,9 @@ def _check_public(federation: Federation) -> None:
 def _check_certificate(directory: Path, host: str) -> None:
     authority, path = _certificate(directory / "ca.crt"), directory / "tls.crt"
     certificate, secret = _certificate(path), directory / "tls.key"
+    content = _read(secret)
     with parse_errors(secret, _AGAIN):
-        key = serialization.load_pem_private_key(_read(secret), None)
+        key = serialization.load_pem_private_key(content, None)
     if _bytes(key.public_key()) != _bytes(certificate.public_key()):
         raise PlanError(f"{secret} and {path} do not belong together: {_AGAIN}")
     try:
@@ -122,8 +123,9 @@ def _now() -> datetime.datetime:
 
 
 def _certificate(path: Path) -> x509.Certificate:
+    content = _read(path)
     with parse_errors(path, _AGAIN):
-        return x509.load_pem_x509_certificate(_read(path))
+        return x509.load_pem_x509_certificate(content)
 
 
 def _read(path: Path) -> bytes:

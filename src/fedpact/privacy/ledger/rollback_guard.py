@@ -84,7 +84,12 @@ class RollbackGuard:
             found: Any = json.loads(self.path.read_bytes().decode("ascii"))
             (length, head), who = found["entry"], str(found["who"])
             good = type(length) is int and is_place(length, head)
-        except (OSError, ValueError, TypeError, AttributeError, LookupError):
+        except OSError as error:
+            raise LedgerError(
+                f"{self.path} cannot be read ({error.strerror}): give the account of this process "
+                "the right to, and do not remove it, as it shows whether the ledger was put back"
+            ) from None
+        except (ValueError, TypeError, AttributeError, LookupError):
             length, head, who, good = 0, "", "", False
         if not good:
             raise LedgerError(
