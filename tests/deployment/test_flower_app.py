@@ -217,6 +217,7 @@ def test_unsigned_tasks_are_refused_uncharged(site_dir, listening):
         (whole, b"a task", True),
         (b"no JSON", b"a task", False),
         (b"{}", b"", False),
+        (b"[" * 4000, b"", False),
         (bytes(2**13), b"", False),
     ):
         with Client(str(place), "AF_UNIX") as link:

@@ -217,7 +217,7 @@ def listen(site: Site, directory: Path, path: Path) -> None:
                     _answer_at(link, site, key)
             except EOFError:
                 pass  # it went away, or looked whether somebody is here
-            except (OSError, ValueError, TypeError, KeyError) as error:
+            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
                 _log.warning("a question at the socket was left: %s", error)
     raise FedpactError(site.stopped)
 
