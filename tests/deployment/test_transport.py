@@ -705,6 +705,17 @@ def test_a_damaged_server_file_is_reported(federation, name, content):
         run()
 
 
+def test_records_of_rounds_outlast_the_loss_of_their_state(federation):
+    run, _ = federation
+    run()
+    folder = run.directory / "server" / "run"
+    (folder / "state.safetensors").unlink()
+    before = (folder / "rounds.jsonl").read_bytes()
+    with pytest.raises(DataError, match=r"state\.safetensors is missing, but .*rounds\.jsonl has"):
+        run()
+    assert (folder / "rounds.jsonl").read_bytes() == before
+
+
 def seen_with(node):
     """The ledger that the server says it has seen, of each question to a site, by its round."""
     found, behave = {}, node.behave

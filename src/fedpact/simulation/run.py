@@ -93,15 +93,21 @@ def start_or_resume(
     module: returns the model with its initial weights. opened: carries out round 0, in which sites
     may release column scales. Raises DataError: a damaged folder. Raises what `opened` raises.
     """
-    state = folder.path / "state.safetensors"
-    remove_left(state, folder.path / "rounds.jsonl")
+    state, rounds = folder.path / "state.safetensors", folder.path / "rounds.jsonl"
+    remove_left(state, rounds)
     if state.exists():
         return folder.restore()
+    # A start interrupted before its state was written may have left its record.
+    if rounds.exists() and rounds.read_bytes().count(b"\n") > 1:
+        raise DataError(
+            f"{state} is missing, but {rounds} has records of rounds that it counted: restore the "
+            "folder from a backup made after the last round; without one, move it away and begin "
+            "a new run"
+        )
     at = Checkpoint(plan.method.init(FlatModel(module()).vector), 0, {})
     at, record = opened(at, RoundRecord(round=0))
     record = evaluate(at, record)
-    # A start interrupted before its state was written may have left its record.
-    (folder.path / "rounds.jsonl").unlink(missing_ok=True)
+    rounds.unlink(missing_ok=True)
     folder.commit(at, record)
     return at, [record]
 
