@@ -46,7 +46,8 @@ def find_outage(directory: Path) -> str:
     try:
         if place is None:
             age = time.time() - (directory / NODE).stat().st_mtime
-            if not age < _FRESH_SECONDS:
+            # A time in the future says nothing: the clock was set back.
+            if not abs(age) < _FRESH_SECONDS:
                 return f"a process runs in {directory}, and is not connected to the server"
         elif isinstance(place, Path):
             with socket.socket(socket.AF_UNIX) as probe:
