@@ -21,7 +21,7 @@ from fedpact.common.errors import DataError, InputError, PlanError, PolicyRefuse
 from fedpact.common.messages import RoundRecord
 from fedpact.common.run_folder import Folder
 from fedpact.deployment import local, processes
-from fedpact.deployment.federation import Federation, Patience, read_plan
+from fedpact.deployment.federation import Checks, Federation, Member, Patience, read_plan
 from fedpact.deployment.files import (
     Choices,
     policy,
@@ -61,11 +61,23 @@ def test_chosen_values_are_read_back(make, tmp_path):
     assert read_plan(directory / "server" / "plan.json").rounds == 5
 
 
-def test_names_and_sizes_of_any_form_are_read_back(written):
+def test_names_and_figures_of_any_form_are_read_back(written):
     found = Federation.read(written / "server" / "federation.toml")
     classes = ("> 50\u202f000", "a\\b", "both ' and \"")
-    member = found.sites["site-00"].model_copy(update={"size": 1234567.0})
-    of = found.model_copy(update={"classes": classes, "sites": {**found.sites, "site-00": member}})
+    # A key's comment is the account that made it, as Windows has it.
+    key = rf'{found.sites["site-00"].key} ST-ANNA\usr "b"'
+    member = Member(size=1234567.0, key=key)
+    of = found.model_copy(
+        update={
+            "classes": classes,
+            "sites": {**found.sites, "site-00": member},
+            "server_key": key,
+            "patience": Patience(
+                round_seconds=1234567.5, resend_seconds=1 / 3, join_seconds=12345678
+            ),
+            "checks": Checks(longest=1234567.25),
+        }
+    )
     assert Federation.model_validate(tomllib.loads(render_federation(of))) == of
     site = tomllib.loads(render_site_toml("a", "records.csv", 'ill "yes"'))
     assert site["label"] == 'ill "yes"'

@@ -64,7 +64,7 @@ docs/how-to/operate-a-deployment.md.
 def render_federation(of: Federation) -> str:
     """Return federation.toml."""
     members = "".join(
-        f'\n[sites.{toml(name)}]\nsize = {member.size:.17g}\nkey = "{member.key}"\n'
+        f"\n[sites.{toml(name)}]\nsize = {member.size:.17g}\nkey = {toml(member.key)}\n"
         for name, member in of.sites.items()
     )
     patience, checks = of.patience, of.checks
@@ -78,8 +78,8 @@ def render_federation(of: Federation) -> str:
     return f"""\
 # The agreement of all parties; public, and the same at every party.
 run = "{of.run}"               # a site takes part only in this run
-address = "{of.address}"       # of the server, as the sites reach it
-server_key = "{of.server_key}"
+address = {toml(of.address)}       # of the server, as the sites reach it
+server_key = {toml(of.server_key)}
 classes = {toml(of.classes)}
 shape = {list(of.shape)}       # of one record
 values = "{of.values}"
@@ -88,15 +88,15 @@ values = "{of.values}"
 seeds = "{of.seeds}"           # "test": noise from the plan's seed, on one machine only
 
 [patience]
-round_seconds = {patience.round_seconds:g}        # how long a round waits for replies
-resend_seconds = {patience.resend_seconds:g}      # a site that does not answer is asked again
-join_seconds = {patience.join_seconds:g}          # how long the start waits for all sites
+round_seconds = {toml(patience.round_seconds)}        # how long a round waits for replies
+resend_seconds = {toml(patience.resend_seconds)}      # a site that does not answer is asked again
+join_seconds = {toml(patience.join_seconds)}          # how long the start waits for all sites
 {start_sites}
 least_replies = {patience.least_replies}          # with fewer replies the round is repeated
 retries = {patience.retries}                      # how often, before the run stops
 
 [checks]
-longest = {checks.longest:g}   # the largest distance of a reply, relative to the round's median
+longest = {toml(checks.longest)}   # the largest distance of a reply, relative to the round's median
 
 # What a record may hold: a public declaration, not computed from records. low and high (with
 # clamp = true, values beyond them are set to them); vocabulary = 50 for words 0, ..., 49; or a
