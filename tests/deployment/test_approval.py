@@ -120,6 +120,9 @@ def test_command_says_cost_and_releases_then_signs(unsigned):
     )
     policy = unsigned / "policy.toml"
     text = policy.read_text()
+    # A limit is never shown as less than it is.
+    policy.write_text(text.replace("epsilon_ever = 2.0", "epsilon_ever = 2.34500049"))
+    assert "allows ε = 2.346 on" in CliRunner().invoke(app, command).output
     policy.write_text(text.replace('"fedavg"', '"fedprox"'))
     refused = CliRunner().invoke(app, [*command, "--by", "A. Owner"])
     assert refused.exit_code != 0

@@ -198,7 +198,7 @@ def _costs(plan: Plan, terms: Terms, policy: Policy) -> list[str]:
     found = [
         f"(ε, δ) = ({upper(budget.epsilon)}, {upper(budget.delta)}) for each {terms.protects} "
         f"({terms.adjacency}), reserved when the run begins and never exceeded;",
-        f"the policy allows ε = {policy.epsilon_ever:g} on these records, over all runs;",
+        f"the policy allows ε = {upper(policy.epsilon_ever)} on these records, over all runs;",
     ]
     if terms.shares_noise:
         found.append(f"ε = {terms.guarantee};")

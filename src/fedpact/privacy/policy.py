@@ -219,9 +219,13 @@ def sum_reservations(ledger: Ledger, run: str, policy: Policy) -> tuple[tuple[fl
 # Written as "not <=", so that NaN is refused.
 def _at_most(name: str, value: float, bound: str, limit: float) -> None:
     if not value <= limit:
-        raise PolicyRefused(f"{name} would be {value:g}: the site's policy has {bound} = {limit:g}")
+        raise PolicyRefused(
+            f"{name} would be {value:.15g}: the site's policy has {bound} = {limit:.15g}"
+        )
 
 
 def _at_least(name: str, value: float, bound: str, limit: float) -> None:
     if not value >= limit:
-        raise PolicyRefused(f"{name} would be {value:g}: the site's policy has {bound} = {limit:g}")
+        raise PolicyRefused(
+            f"{name} would be {value:.15g}: the site's policy has {bound} = {limit:.15g}"
+        )
