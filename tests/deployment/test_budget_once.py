@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, LedgerError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.deployment.check import check_site
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.flower.transport import TooFewReplies
@@ -326,6 +327,19 @@ def test_an_unreadable_ledger_note_is_reported(site_dir, content):
     (site_dir / "ledger.jsonl.seen").write_bytes(content)
     with pytest.raises(LedgerError, match=r"ledger\.jsonl\.seen is unreadable"):
         Site(site_dir)
+
+
+def test_no_ledger_is_begun_on_a_disk_that_is_not_mounted(site_dir, tmp_path):
+    """What other runs on the records have spent is in the ledger that is not there now."""
+    ledger = tmp_path / "mount" / "ledgers" / "north.jsonl"
+    change(site_dir / "site.toml", '"ledger.jsonl"', json.dumps(str(ledger)))
+    with pytest.raises(LedgerError, match="in a folder that does not exist: mount its disk"):
+        Site(site_dir)
+    assert any("mount its disk" in problem for problem in check_site(site_dir).problems)
+    assert not (tmp_path / "mount").exists()
+    ledger.parent.mkdir(parents=True)
+    with Site(site_dir):
+        assert ledger.exists()
 
 
 def test_a_ledger_note_that_cannot_be_opened_is_kept(site_dir):

@@ -234,6 +234,7 @@ class Site:
         self._store = Store(directory)
         self._masker = masker_of(self.files, self._store)
         check_approved(directory)
+        self.files.check_ledger()
         check_grid([self._terms])
         self._device = device_of(self.settings.device, self.plan.run.precision)
         workshop = self.files.workshop

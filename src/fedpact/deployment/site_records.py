@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedpact.common.about import OneLine
-from fedpact.common.errors import DataError, PlanError
+from fedpact.common.errors import DataError, LedgerError, PlanError
 from fedpact.data.advice import advise
 from fedpact.data.columns import FileColumn
 from fedpact.data.dataset import RecordFilter
@@ -44,7 +44,7 @@ class SiteSettings(BaseModel):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """The device of computations, "cpu" or "cuda"."""
     ledger: str = "ledger.jsonl"
-    """The path of the ledger, on a local disk."""
+    """The path of the ledger, on a local disk, in a folder that exists."""
     socket: str | None = None
     """The Unix socket for an existing SuperNode that runs fedpact's Flower app; the account of that
     SuperNode needs the socket's group, and must not be able to read this directory."""
@@ -85,6 +85,18 @@ class SiteFiles:
     def ledger(self) -> Path:
         """The path of the site's ledger."""
         return self.directory / self.settings.ledger
+
+    def check_ledger(self) -> None:
+        """Raise LedgerError: the ledger's folder is missing, so an empty ledger would be written.
+
+        That would forget what other runs on the same records have spent.
+        """
+        if not self.ledger.parent.is_dir():
+            raise LedgerError(
+                f"ledger {self.ledger} is in a folder that does not exist: mount its disk, or "
+                "correct the path in site.toml. Nothing was reserved or charged. Make the folder "
+                "yourself only if no run on these records has had a ledger yet"
+            )
 
     @property
     def terms(self) -> Terms:
