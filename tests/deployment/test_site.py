@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -237,6 +238,15 @@ def test_test_seeds_are_refused_over_a_network(site_dir):
         address = new
         with pytest.raises(PlanError, match="protects no one"):
             Federation.read(path)
+
+
+@pytest.mark.parametrize("address", ["h:0", "h:65536", "h:99999", "h", "a..b:1", f"{'x' * 64}:1"])
+def test_an_address_that_cannot_be_is_refused(site_dir, address):
+    """Port 99999 would be port 34463, and an impossible name ends a site with a traceback."""
+    path = site_dir / "federation.toml"
+    change(path, f'"{Federation.read(path).address}"', f'"{address}"')
+    with pytest.raises(PlanError, match=rf"address.*{re.escape(address)}"):
+        Federation.read(path)
 
 
 def test_test_seed_ledger_and_real_ledger_do_not_mix(site_dir, tmp_path):

@@ -8,12 +8,20 @@ import hashlib
 import ipaddress
 import json
 import tomllib
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from torch import Tensor
 
 from fedpact.common.configuration import DEFAULTS_KEY, plan_error
@@ -80,7 +88,7 @@ class Federation(BaseModel):
     model_config = _FROZEN
     run: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """The run's name."""
-    address: str = Field(pattern=r"^[^\s/]+:\d+$")
+    address: str = Field(pattern=r"^[^\s/]+:[0-9]{1,5}$")
     """The server's address, host:port."""
     server_key: str
     """The server's public key, with which it signs tasks."""
@@ -113,6 +121,19 @@ class Federation(BaseModel):
     def host(self) -> str:
         """The server's host name or IP address, without the port."""
         return self.address.rsplit(":", 1)[0].strip("[]")
+
+    @field_validator("address")
+    @classmethod
+    def _can_be_an_address(cls, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        with suppress(UnicodeError):  # an empty label of a name, or one that is too long
+            # The system would take a larger port modulo 65536.
+            if host.encode("idna") and 1 <= int(port) <= 65535:
+                return address
+        raise ValueError(
+            f"{address!r} is none: expected the server's name or IP address, and a port from 1 "
+            "to 65535, like fed.example.org:8443"
+        )
 
     @model_validator(mode="after")
     def _tests_stay_at_home(self) -> Self:
