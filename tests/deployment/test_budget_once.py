@@ -25,12 +25,13 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, LedgerError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.deployment import store
 from fedpact.deployment.check import check_site
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site, answer
-from fedpact.deployment.store import Store
+from fedpact.deployment.store import Store, read_store
 from fedpact.privacy.ledger.ledger import read_entries
 from fedpact.simulation.secure_aggregation import keys
 
@@ -625,12 +626,35 @@ def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypat
     disk.left = None
 
 
-def rounds(site, number, delivered):
+def test_room_and_a_readable_store_last_while_a_site_computes(make, tmp_path, monkeypatch):
+    """The memory of the last round is written before: by its length it would lock the store."""
+    home = make(tmp_path / "d", algorithm="scaffold", rounds=5, settings={}) / "sites" / "site-00"
+    found, write = [], store.RunMemory.write
+
+    def look(oracle, *about):
+        found.append((home / "site.db.room").exists())
+        assert read_store(home, "reply") is not None
+        return oracle(*about)
+
+    def write_long(memory, name, *content):
+        """As of a long model: more than SQLite keeps in memory until a commit."""
+        write(memory, name, *content, bytes(2**22))
+
+    monkeypatch.setattr(store.RunMemory, "write", write_long)
+    monkeypatch.setattr(store, "_WAIT_SECONDS", 0.01)
+    with Site(home) as site:
+        rounds(site, 1, [])
+        site._client._oracle = partial(look, site._client._oracle)
+        rounds(site, 2, [], included=1)
+    assert found == [True]
+
+
+def rounds(site, number, delivered, included=-1):
     """Ask for a round, twice; `delivered` grows where there is a reply."""
     said = site.plan.method.task(site.plan.method.init(torch.zeros(650)))
     for _ in range(2):
         changes = {"vectors": said.vectors, "numbers": said.numbers}
-        block, _ = answer(site, to_bytes(task_of(site, number, -1, **changes)))
+        block, _ = answer(site, to_bytes(task_of(site, number, included, **changes)))
         if isinstance(from_bytes(block), Reply) and number not in delivered:
             delivered.append(number)
 

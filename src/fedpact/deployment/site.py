@@ -382,6 +382,10 @@ class Site:
             # Two sums of one attempt would differ only by this site's shares.
             return self._refusal(task, "attempt")
         self.take_part()
+        if task.algorithm != EVALUATION:
+            # Before room is taken, which the next write gives back; and before the transaction, in
+            # which a write of many pages would lock the store for as long as the site computes.
+            self._client.settle(task)
         before = self.ledger.length
         try:
             with room(task, self._store, self._witness.path, self.ledger.path):
