@@ -1,11 +1,14 @@
 """What a deployed site and its server show of a run: the site its own, its owner's ledger first."""
 
 import re
+import sqlite3
+from contextlib import closing
 
 import pytest
 from tests.deployment.test_live import parsed
 
-from fedpact.deployment import live
+from fedpact.common.errors import DataError
+from fedpact.deployment import live, store
 from fedpact.deployment.snapshot import take_snapshot
 from fedpact.privacy.ledger.receipt import receipt
 
@@ -43,3 +46,15 @@ def test_refusals_are_counted_by_code_for_the_owner(federate):
     # Whether it is ready, the round, and the model at the end.
     assert told["refusals"] == {"policy": 3}
     assert told["ledger"] == {}
+
+
+def test_a_store_that_somebody_locks_is_no_fault_of_ours(federate, monkeypatch):
+    run = federate(None, rounds=1)
+    run()
+    site = run.nodes[0].directory
+    monkeypatch.setattr(store, "_WAIT_SECONDS", 0.01)
+    with closing(sqlite3.connect(site / "site.db", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(DataError, match=r"site\.db cannot be read \(database is locked\): use"):
+            take_snapshot(site)
+    assert take_snapshot(site)["ended"]

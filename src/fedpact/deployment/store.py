@@ -173,11 +173,21 @@ class RunMemory:
 
 
 def read_store(directory: Path, name: str) -> bytes | None:
-    """Return a site's stored content, even while it runs; None if there is none."""
-    if not (directory / STORE_FILE).exists():
+    """Return a site's stored content, even while it runs; None if there is none.
+
+    Raises DataError: damaged, or not readable by this account or now.
+    """
+    path = directory / STORE_FILE
+    if not path.exists():
         return None
-    with closing(Store(directory)) as store:
-        return store.read(name)
+    try:
+        with closing(Store(directory)) as store:
+            return store.read(name)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): use the account that the site runs as, or "
+            "try again when nobody writes the file"
+        ) from None
 
 
 _Question = tuple[str, int, int, str]
