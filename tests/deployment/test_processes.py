@@ -129,6 +129,15 @@ def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     assert sorted(server.rglob("*")) == sorted([*before, server / "lock"])
 
 
+def test_a_full_disk_is_named_by_the_party_that_is_on_it(tmp_path):
+    with (
+        pytest.raises(FedpactError, match=f"^a file in {tmp_path} .*No space left on device"),
+        processes._file_errors(tmp_path),
+        open("/dev/full", "wb", buffering=0) as full,
+    ):
+        full.write(b"a round")
+
+
 def test_a_used_port_error_names_the_setting(monkeypatch):
     monkeypatch.setattr(processes, "_PORT_SECONDS", 0.0)
     with processes.socket.socket() as taken:

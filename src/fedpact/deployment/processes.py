@@ -50,7 +50,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
 
     program.share_memory_pools()
     program.release_code()
-    with _file_errors(), _ended_by_signals(), _held(directory), apart():
+    with _file_errors(directory), _ended_by_signals(), _held(directory), apart():
         with apart():  # its child ends before this process grows
             coordinator = Coordinator.of(directory)
             coordinator.price()
@@ -98,7 +98,7 @@ def run_site(directory: Path) -> None:
     from fedpact.deployment.flower import credentials, site_process
 
     program.release_code()
-    with _file_errors(), _held(directory), apart(), Site(directory) as site:
+    with _file_errors(directory), _held(directory), apart(), Site(directory) as site:
         program.release_code()
         credentials.check_site_keys(directory, site.federation, site.name)
         credentials.write_site_connection(_home(directory).parent)
@@ -176,8 +176,11 @@ def _prepare(reproducible: bool) -> None:
 
 
 @contextmanager
-def _file_errors() -> Generator[None]:
-    """Turn an OSError, such as missing permissions or a full disk, into a clear FedpactError."""
+def _file_errors(directory: Path) -> Generator[None]:
+    """Turn an OSError, such as missing permissions or a full disk, into a clear FedpactError.
+
+    directory: the party's.
+    """
     try:
         yield
     except OSError as error:
@@ -187,9 +190,10 @@ def _file_errors() -> Generator[None]:
                 "this party when the other side can be reached"
             ) from error
         raise FedpactError(
-            f"{error.filename or 'a file of this party'} cannot be used ({error.strerror or error})"
-            ": check that the account of this process owns the directory, and that the disk has "
-            "space; then restart this party"
+            # A write to a full disk does not name its file.
+            f"{error.filename or f'a file in {directory}'} cannot be used "
+            f"({error.strerror or error}): check that the account of this process owns the "
+            "directory, and that the disk has space; then restart this party"
         ) from error
 
 
