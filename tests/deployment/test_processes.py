@@ -4,6 +4,7 @@ import errno
 import ssl
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -149,6 +150,19 @@ def test_a_used_port_error_names_the_setting(monkeypatch):
     # Now with some patience, as another program may be given that port for a moment.
     monkeypatch.undo()
     processes._wait_for_port("127.0.0.1", port, "address in federation.toml")
+
+
+def test_a_port_that_needs_a_right_is_not_called_used(monkeypatch):
+    """Nobody has to wait for it, or to look for another program."""
+
+    def bind(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    probe = SimpleNamespace(setsockopt=lambda *_: None, bind=bind)
+    monkeypatch.setattr(processes.socket, "socket", lambda: nullcontext(probe))
+    monkeypatch.setattr(processes.time, "sleep", lambda _: pytest.fail("it waits"))
+    with pytest.raises(InputError, match="port 443 of this machine may not be used by this accou"):
+        processes._wait_for_port("0.0.0.0", 443, "address in federation.toml")
 
 
 def test_parties_use_no_proxy_of_the_environment(monkeypatch, caplog):

@@ -293,7 +293,8 @@ def _wait_for(address: str, tell: _Teller, ending: str | None) -> None:
 def _wait_for_port(host: str, port: int, setting: str) -> None:
     """Wait until the port is free, as a process that was just killed may still hold it.
 
-    Raises InputError: another program uses it. setting: where the port is configured.
+    Raises InputError: another program uses it, or this account may not. setting: where the port
+    is configured.
     """
     end = time.monotonic() + _PORT_SECONDS
     while True:
@@ -301,6 +302,12 @@ def _wait_for_port(host: str, port: int, setting: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 return probe.bind((host, port))
+            except PermissionError as error:
+                raise InputError(
+                    f"port {port} of this machine may not be used by this account "
+                    f"({error.strerror}): take one above 1023 for {setting}, or give the process "
+                    "the capability CAP_NET_BIND_SERVICE"
+                ) from None
             except OSError as error:
                 if time.monotonic() > end:
                     raise InputError(
