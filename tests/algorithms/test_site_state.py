@@ -1,4 +1,4 @@
-"""What SCAFFOLD and FedDyn keep at the sites, behind the real client shell: it follows who replied.
+"""What three algorithms keep at the sites, behind the real client shell: it follows who replied.
 
 Sites refuse, return, and lose replies on the way. A site's memory is seen where its oracle is made.
 """
@@ -110,8 +110,10 @@ SETTINGS = {
     "feddyn": algorithms.load("feddyn").Settings(
         learning_rate=RATE, local_steps=STEPS, proximal=ALPHA
     ),
+    "proxskip": algorithms.load("proxskip").Settings(learning_rate=RATE, communication=1 / STEPS),
 }
-both = pytest.mark.parametrize("name", list(SETTINGS))
+both = pytest.mark.parametrize("name", ["scaffold", "feddyn"])
+each = pytest.mark.parametrize("name", list(SETTINGS))
 # Everybody; b away; b's reply lost and c away; everybody; nobody but a; everybody.
 SCHEDULE = [{}, {}, {"arrive": "ac"}, {"arrive": "a", "lost": "b"}, {}, {"arrive": "a"}, {}, {}]
 
@@ -148,7 +150,7 @@ def test_server_state_follows_the_replying_sites_states(name, tmp_path):
         kept |= now
 
 
-@both
+@each
 def test_remaining_sites_reach_their_optimum_until_return(name, tmp_path):
     # Ten rounds leave a twentieth of the way or less: 1e-4 of it after thirty.
     near, rounds = 1e-4, Rounds(name, tmp_path)
@@ -161,7 +163,7 @@ def test_remaining_sites_reach_their_optimum_until_return(name, tmp_path):
     assert float((optimum("abc") - optimum("ac")).norm()) > 1000 * near
 
 
-@both
+@each
 def test_sites_restarted_from_files_change_nothing(name, tmp_path):
     ends = []
     for restarts in (False, True):

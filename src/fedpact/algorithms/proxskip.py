@@ -1,6 +1,6 @@
 """ProxSkip with the consensus constraint, which is Scaffnew. Mishchenko, Malinovsky, Stich,
 Richtárik. ProxSkip: yes! Local gradient steps provably lead to communication acceleration!
-arXiv 2202.09357, Algorithm 2.
+arXiv 2202.09357, Algorithm 2, with the mean of its Algorithm 1.
 
 Symbols   paper  code           meaning, unit or range                        who chooses it
           γ      learning_rate  step size, > 0                                plan
@@ -9,18 +9,20 @@ Symbols   paper  code           meaning, unit or range                        wh
           τ      "local_steps"  local iterations of this round                public draws
           h_i    memory "h"     the site's control variate [d], at first 0    released
           x̂_i    memory "w"     where the site's steps ended [d]              released
-Client    h_i ← h_i + (p/γ)(w̄ - x̂_i), w̄ the mean that included x̂_i
+Client    h_i ← h_i + (p/γ)(w̄ - x̂_i), if w̄ is the mean that included x̂_i
           x_i ← w̄;  τ times: x_i ← x_i - γ (g(x_i) - h_i), g on a Poisson batch of its own
-          upload x̂_i = x_i
-Server    w ← Σ p_i x̂_i
+          x̂_i = x_i;  upload u_i = x̂_i - (γ/p) h_i
+Server    w ← Σ p_i u_i, which is Σ p_i x̂_i while Σ p_i h_i = 0
 Releases  τ gradient sums: τ events. h_i follows from released numbers
 Neutral   p = 1 gives fedavg with one step, up to rounding: Σ p_i h_i = 0, so the control variates
           do not change the mean
 Differs   the coins of a round are drawn before it, from the round's number. A round ends after
           most_steps steps at the latest, so that a run's events are bounded; h_i's step still uses
           the plan's p.
-          Weights p_i, with which Σ p_i h_i = 0 as well; the paper's are even. A reply that is lost
-          leaves Σ p_i h_i a little off 0 for good.
+          Weights p_i, with which Σ p_i h_i = 0 as well; the paper's are even.
+          Algorithm 2 sends x̂_i, as its Σ p_i h_i is 0 in every round. Here replies may be lost or
+          rounded: a round makes Σ p_i h_i, over the sites that took part in it, 0 again. So the
+          model goes to the optimum of the sites that reply. One that returns has its old h_i.
 
 p near sqrt(μ/L), one over the square root of the condition number, needs the fewest rounds.
 """
@@ -95,13 +97,13 @@ def task(state: State, settings: Settings) -> State:
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     told, rate = task.vectors["w"], settings.learning_rate
-    h = memory.vectors.get("h", torch.zeros_like(told))
-    if "w" in memory.vectors:
-        h = torch.add(h, told - memory.vectors["w"], alpha=settings.communication / rate)
+    h, share = memory.vectors.get("h", torch.zeros_like(told)), settings.communication / rate
+    if memory.numbers.get(_ROUND) == task.round - 1:
+        h = torch.add(h, told - memory.vectors["w"], alpha=share)
     w = told.clone()
     for batch in oracle.batches(round_steps(task, settings.most_steps), "gradient"):
         w.add_(batch.gradient(w).sub_(h), alpha=-rate)
-    return Local({"w": w}, memory=State({"w": w, "h": h}))
+    return Local({"w": w - h / share}, memory=State({"w": w, "h": h}, {_ROUND: task.round}))
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
