@@ -10,8 +10,9 @@ Symbols   paper  code           meaning, unit or range                        wh
           C_l    loss_bound     see algorithms.common.fairness.LossRelease    plan
 Client    w_i ← w̄;  τ times: w_i ← w_i - η g(w_i), g on a Poisson batch of its own; on the first one
           also F_i, the mean of clamp(ℓ_j(w̄), 0, C_l), + noise
-Server    w ← Σ λ_i w_i;  λ_i ← λ_i exp(γ_λ F_i), made to add up to 1, from λ_i = p_i:
+Server    w ← Σ λ_i w_i;  λ_i ← λ_i exp(γ_λ F_i), scaled to their sum before, from λ_i = p_i:
           the saddle point min over w, max over λ of Σ λ_i F_i(w)             (5) over all mixtures
+          Both over the sites that reply; the others keep their λ_i
 Releases  gradient sum, clipped loss sum, and the count under "quantile": one joint event a step,
           charged at every step, although loss and count are used at the first step only
 Neutral   γ_λ = 0 gives fedavg, bit for bit
@@ -26,7 +27,7 @@ worst mixture of sites. Noise in F_i accumulates in a score like a random walk.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import exp
+from math import exp, log
 
 from pydantic import Field
 
@@ -39,8 +40,8 @@ from fedpact.privacy.oracle import Oracle
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"mixture_rate": 0.0})
 
 _SCORE = "score/"
-# The least score relative to the largest, so that no weight becomes 0.
-_LOWEST_SCORE = 300.0
+# The least score, so that no weight becomes 0.
+_LOWEST_SCORE = -300.0
 _MOST_LOSS = 1e9
 
 
@@ -69,19 +70,22 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    scores = {key: score for key, score in state.numbers.items() if key.startswith(_SCORE)}
+    grown, sizes, total = dict[str, float](), dict[str, float](), 0.0
 
     def weighed() -> Iterator[Reply]:
+        nonlocal total
         for reply in replies:
             key = _SCORE + reply.site
-            score = scores.get(key, 0.0)
-            yield replace(reply, weight=reply.weight * exp(score))
+            score = state.numbers.get(key, 0.0)
+            total += (weight := reply.weight * exp(score))
+            yield replace(reply, weight=weight)
             # In this order NaN becomes the least.
             loss = min(max(-_MOST_LOSS, reply.numbers["loss"]), _MOST_LOSS)
-            scores[key] = score + settings.mixture_rate * loss
+            grown[key], sizes[key] = score + settings.mixture_rate * loss, reply.weight
 
     mean = weighted_mean(weighed())
-    largest = max(scores.values())
-    # Only differences matter; bounded so that exp is finite and positive.
-    kept = {key: max(score - largest, -_LOWEST_SCORE) for key, score in scores.items()}
-    return State(mean.vectors, kept)
+    # Only differences matter; these sites' weights add up to `total` again.
+    largest = max(grown.values())
+    excess = largest + log(sum(sizes[k] * exp(grown[k] - largest) for k in grown) / total)
+    kept = {key: max(score - excess, _LOWEST_SCORE) for key, score in grown.items()}
+    return State(mean.vectors, {**state.numbers, **kept})
