@@ -1,5 +1,7 @@
 """Ditto, APFL and FedRep: their ends are known algorithms, their fixed points the papers'."""
 
+import json
+
 import pytest
 import torch
 from tests.conformance.test_fixed_points import SITES, START
@@ -7,9 +9,11 @@ from tests.conformance.test_fixed_points import SITES, START
 import fedpact
 from fedpact import algorithms
 from fedpact.algorithms import apfl, ditto, fedavg, fedrep
+from fedpact.algorithms.wrappers import local_optimizer
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import Reply, State, Task
+from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.conformance import HandFederation
@@ -177,3 +181,17 @@ def test_fedreps_accuracy_is_that_of_the_sites_models(tmp_path):
     assert (plan.head, Plan.parse({"algorithm": "fedavg"}).head) == (1290, 0)
     with pytest.raises(DataError, match="each site's model has its own head"):
         fedpact.load(done.folder)
+
+
+def test_a_statement_says_that_fedreps_accuracy_is_of_private_records(tmp_path):
+    """Although there is a public test set: it is of no use without a head."""
+    x, y = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+    tables = {"algorithm": "fedrep", "settings": {"head": 3}, "sites": 2, "rounds": 1}
+    plan = Plan.parse({**tables, "partition": {"kind": "iid", "held_out": 0.2}})
+    done = simulate(plan, tmp_path / "run", data=from_arrays(x, y, test=(x, y)))
+    held = sum(score.records for score in done.records[-1].scores.values())
+    assert done.summary["judged_records"] == held < 60
+    stated = json.loads((tmp_path / "run" / "privacy.json").read_text())
+    assert stated["accuracy_pooled"]
+    assert local_optimizer.MEASURED in stated["simulator_only"]
+    assert local_optimizer.TOLD.format(head=3) in stated["covers"]

@@ -139,7 +139,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
 def of_simulation(scene: SimulationSetup) -> dict[str, Any]:
     """Return the content of a simulation's privacy.json."""
     simulator_only = list(_SIMULATOR_ONLY)
-    headed = bool(scene.plan.local.head)
+    headed = bool(scene.plan.head)
     if headed or scene.dataset.x_test is None:
         simulator_only.append(local_optimizer.MEASURED if headed else _POOLED)
     side = Side(
@@ -175,8 +175,8 @@ def _covers(
         if plan.noisy_sizes
         else "",
     ]
-    if plan.local.head:
-        lines.append(local_optimizer.TOLD.format(head=plan.local.head))
+    if plan.head:
+        lines.append(local_optimizer.TOLD.format(head=plan.head))
     elif plan.method.has_own_models:
         lines.append(_OWN_MODELS)
     lines.append(plan.participants(terms).describe())
