@@ -35,7 +35,7 @@ PARTS = ("fairness", "control", "robust", "local", "server")
 
 
 def test_every_part_that_an_algorithm_excludes_is_one_of_a_plan():
-    known = {*PARTS, "local.head", "privacy.clip_schedule", "privacy.mode"}
+    known = {*PARTS, "local.head", "server.average", "privacy.clip_schedule", "privacy.mode"}
     for name in algorithms.names():
         assert set(Method(name).facts.excludes) <= known, name
 

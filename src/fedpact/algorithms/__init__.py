@@ -108,8 +108,8 @@ class MethodFacts:
 
     excludes: Mapping[str, str] = field(default_factory=dict[str, str])
     """Part of a plan -> why it cannot be combined with the algorithm: "fairness", "control",
-    "robust", "local", "local.head", "server", "privacy.clip_schedule", or "privacy.mode", which is
-    of automatic clipping."""
+    "robust", "local", "local.head", "server", "server.average", "privacy.clip_schedule", or
+    "privacy.mode", which is of automatic clipping."""
 
     opens_run: bool = False
     """Whether sites release something before the first round, in round 0."""

@@ -54,6 +54,7 @@ def facts(settings: Settings) -> MethodFacts:
             "fairness": "a site's loss would be that of an unused head",
             "local": "its steps alternate between two parts, and momentum is for one",
             "local.head": "it has its own setting for the head, settings.head",
+            "server.average": "an average would include a head that is never trained",
         },
     )
 

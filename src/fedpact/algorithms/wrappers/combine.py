@@ -132,6 +132,11 @@ def combine_wrappers(
         _check_tables("secure_aggregation", NEEDS_SINGLE_REPLIES, chosen)
         check_summed(method)
     if server.average != "none":
+        if why := method.facts.excludes.get("server.average"):
+            raise PlanError(
+                f"server.average = {server.average!r} cannot be combined with algorithm = "
+                f"{name!r}: {why}; leave it out"
+            )
         method = Averaged(method, server, rounds)
     if columns:
         # Outside of all: it adds round 0, which is no part of the algorithm.
