@@ -13,6 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from fedpact import algorithms
+from fedpact.algorithms import term
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.messages import Reply, State, Task
 from fedpact.privacy.oracle import Uniform
@@ -212,6 +213,22 @@ def test_term_minimises_its_tilted_loss(tilt):
     tilted = {n: P[n] * math.exp(tilt * s.value(w)) for n, s in SITES.items()}
     gradient = sum(tilted[n] * s.gradient(w) for n, s in SITES.items())
     torch.testing.assert_close(gradient, torch.zeros_like(w), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("tilt", [2.0, -2.0])
+def test_term_leans_alike_however_large_all_losses_are(tilt):
+    """A constant that is added to all losses changes no weight, as it cancels in each a_i."""
+    found = []
+    for least in (0.0, 1e4):
+        replies = [
+            Reply("run", 1, name, site.size, {"w": site.b}, {"loss": least + loss})
+            for (name, site), loss in zip(SITES.items(), (0.5, 1.5), strict=True)
+        ]
+        found.append(term.update(State({"w": START}), replies, make("term", tilt=tilt)))
+    torch.testing.assert_close(*(state.vectors["w"] for state in found), rtol=1e-9, atol=0)
+    assert (
+        float((found[0].vectors["w"] - weighted({n: s.b for n, s in SITES.items()})).norm()) > 0.1
+    )
 
 
 def test_the_larger_the_tilt_the_better_off_the_worst_site():

@@ -22,7 +22,7 @@ t → ∞ minimises the largest loss (afl); t < 0 reduces the weight of sites wi
 of F_i changes a weight by the factor exp(t · noise): keep |t| times the noise of F_i below 1.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import exp
 
@@ -36,8 +36,9 @@ from fedpact.privacy.oracle import Oracle
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"tilt": 0.0})
 
+_MOST_POWER = 1e12
 # Its exp is finite, and so is the sum of a thousand such weights.
-_MOST_TILTED = 600.0
+_MOST_APART = 600.0
 
 
 class Settings(LossSettings):
@@ -61,12 +62,16 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    return weighted_mean(
-        replace(reply, weight=reply.weight * _tilted(settings.tilt * reply.numbers["loss"]))
-        for reply in replies
-    )
+    return weighted_mean(_tilted(replies, settings.tilt))
 
 
-def _tilted(power: float) -> float:
-    # In this order NaN becomes the least.
-    return exp(min(max(-_MOST_TILTED, power), _MOST_TILTED))
+def _tilted(replies: Iterable[Reply], tilt: float) -> Iterator[Reply]:
+    """Yield the replies with weights N_i exp(t (F_i - F)), F the first one's: exp is then finite
+    however large all losses are."""
+    first = None
+    for reply in replies:
+        # In this order NaN becomes the least.
+        power = min(max(-_MOST_POWER, tilt * reply.numbers["loss"]), _MOST_POWER)
+        first = power if first is None else first
+        apart = min(max(-_MOST_APART, power - first), _MOST_APART)
+        yield replace(reply, weight=reply.weight * exp(apart))
