@@ -58,6 +58,14 @@ def test_adap_dpfl_keeps_its_clip_within_bounds(length, clip):
     assert site("adap_dpfl", memory)[1].memory.numbers["clip"] == clip
 
 
+def test_adap_dpfl_measures_by_its_first_length_above_0():
+    """A first round whose noise was longer than its gradients must not be the measure for good."""
+    memory = State(numbers={"clip": 1.0, "first": 0.0})
+    bed, local = site("adap_dpfl", memory)
+    length = float(clipped(bed, bed.w).norm())
+    assert local.memory.numbers == pytest.approx({"clip": 1.0, "first": length}, rel=1e-9)
+
+
 def test_pedpfl_takes_the_second_gradient_uphill():
     bed, local = site("pedpfl", local_steps=2, perturbation=0.3)
     g = clipped(bed, bed.w)

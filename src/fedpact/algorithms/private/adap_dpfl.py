@@ -8,13 +8,14 @@ Symbols   paper  code           meaning, unit or range                        wh
           C_t    "clip"         C (L_t / L_1)^α within bounds                 released
           L_t    "length"       of the round's mean gradient, less its noise  released
 Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), clipped to C_t, noise σ C_t;
-          L_t² = max(0, ‖mean of the τ g‖² - its noise's energy); a site remembers L_1 and C_t
+          L_t² = max(0, ‖mean of the τ g‖² - its noise's energy); a site remembers L_1 and C_t;
+          L_1 is its first length above 0, as noise often leaves 0
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events. L_t follows from them and costs nothing further
 Neutral   α = 0 gives fedavg, bit for bit
 Differs   the paper's threshold is α times the mean length of single records' noisy gradients. Here
           no record's gradient is released, so the length is that of the released mean, relative to
-          the first round's. The paper also lowers σ when the loss falls on validation records; here
+          the first. The paper also lowers σ when the loss falls on validation records; here
           σ is fixed before the run, so that ε can be reserved, and the noise decreases with C_t
           only (docs/notes/errata.md, N3).
 """
@@ -66,7 +67,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     square = float((w - start).double().square().sum()) / (rate * steps) ** 2
     noise = len(w) * oracle.noise_variance / steps
     length = clip * max(0.0, square - noise) ** 0.5
-    first = memory.numbers.get("first", length)
+    first = memory.numbers.get("first") or length
     # In this order NaN becomes the least.
     follows = (length / first) ** settings.clip_power if first > 0 else 1.0
     clip = min(max(settings.least_clip, follows), settings.most_clip)
