@@ -183,7 +183,7 @@ def test_fedreps_accuracy_is_that_of_the_sites_models(tmp_path):
         fedpact.load(done.folder)
 
 
-def test_a_statement_says_that_fedreps_accuracy_is_of_private_records(tmp_path):
+def test_fedreps_statement_says_whose_records_its_accuracy_is_of(tmp_path):
     """Although there is a public test set: it is of no use without a head."""
     x, y = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
     tables = {"algorithm": "fedrep", "settings": {"head": 3}, "sites": 2, "rounds": 1}
