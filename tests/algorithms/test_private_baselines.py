@@ -1,5 +1,7 @@
 """NbAFL, Adap DP-FL and PEDPFL: what each does beside its parent, by hand on one site."""
 
+from types import MappingProxyType
+
 import pytest
 import torch
 
@@ -12,10 +14,11 @@ from fedpact.studies.conformance import HandFederation
 RATE = 0.1
 
 
-def site(name, memory=State(), rate=1.0, **settings):  # noqa: B008
+def site(name, memory=State(), rate=1.0, counts=MappingProxyType({"a": 12}), **settings):  # noqa: B008
     """One site's reply to the task w, without noise and with all records in each batch."""
     made = algorithms.load(name).Settings(**{"learning_rate": RATE, **settings})
-    method, bed = Method(name, made), HandFederation(private=True, sigma=0.0, rate=rate)
+    bed = HandFederation(private=True, sigma=0.0, rate=rate, counts=counts, sizes={"a": 12.0})
+    method = Method(name, made)
     task = Task("run", 1, name, {"w": bed.w}, {})
     return bed, method.local(task, bed.oracle("a", task, method.facts.channels), memory)
 
@@ -64,6 +67,13 @@ def test_adap_dpfl_measures_by_its_first_length_above_0():
     bed, local = site("adap_dpfl", memory)
     length = float(clipped(bed, bed.w).norm())
     assert local.memory.numbers == pytest.approx({"clip": 1.0, "first": length}, rel=1e-9)
+
+
+@pytest.mark.parametrize("held", [{}, {"clip": 0.8, "first": 2.0}])
+def test_adap_dpfl_keeps_its_clip_where_it_measures_nothing(held):
+    """A length of 0, here of no records: what noise hides is not short."""
+    local = site("adap_dpfl", State(numbers=held), counts={"a": 0})[1]
+    assert local.memory.numbers == (held or {"clip": 1.0, "first": 0.0})
 
 
 def test_pedpfl_takes_the_second_gradient_uphill():

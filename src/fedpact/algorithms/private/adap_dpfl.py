@@ -9,7 +9,7 @@ Symbols   paper  code           meaning, unit or range                        wh
           L_t    "length"       of the round's mean gradient, less its noise  released
 Client    w_i ← w;  τ times: w_i ← w_i - η g(w_i), clipped to C_t, noise σ C_t;
           L_t² = max(0, ‖mean of the τ g‖² - its noise's energy); a site remembers L_1 and C_t;
-          L_1 is its first length above 0, as noise often leaves 0
+          a round with L_t = 0, whose noise was longer, keeps C_t and is not the first
 Server    w ← Σ p_i w_i
 Releases  τ gradient sums: τ events. L_t follows from them and costs nothing further
 Neutral   α = 0 gives fedavg, bit for bit
@@ -68,7 +68,8 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     noise = len(w) * oracle.noise_variance / steps
     length = clip * max(0.0, square - noise) ** 0.5
     first = memory.numbers.get("first") or length
-    # In this order NaN becomes the least.
-    follows = (length / first) ** settings.clip_power if first > 0 else 1.0
-    clip = min(max(settings.least_clip, follows), settings.most_clip)
+    if length > 0:
+        # In this order NaN becomes the least.
+        follows = (length / first) ** settings.clip_power
+        clip = min(max(settings.least_clip, follows), settings.most_clip)
     return Local({"w": w}, memory=State(numbers={"clip": clip, "first": first}))
