@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.spread import spread
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import cross_entropy
@@ -206,6 +207,42 @@ def test_recurrent_layers_drop_between_their_layers(layer):
     assert torch.allclose(found, parts, rtol=1e-4, atol=1e-6)
     kernel.seed(lambda: 2)
     assert not torch.allclose(found, kernel.clipped_sum(x, y, 0.1), rtol=1e-3)
+
+
+class Dropped(nn.Module):
+    """A layer, some of whose weights are dropped at each step, as in an AWD-LSTM."""
+
+    def __init__(self, layer, weight):
+        super().__init__()
+        parametrize.register_parametrization(layer, weight, nn.Dropout(RATE))
+        self.layer, self.last = layer, nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        found = self.layer(x)
+        return self.last(torch.tanh(found[0] if isinstance(found, tuple) else found)[:, -1])
+
+
+@pytest.mark.parametrize(
+    ("layer", "weight"),
+    [
+        (lambda: nn.LSTM(5, WIDTH, batch_first=True), "weight_hh_l0"),
+        (lambda: nn.Linear(5, WIDTH), "weight"),
+    ],
+    ids=["lstm", "linear"],
+)
+def test_dropped_weights_have_the_gradient_of_the_loss(layer, weight):
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(Dropped(layer(), weight).double()), cross_entropy)
+    kernel.seed(lambda: 5)
+    x, y = torch.randn(4, 3, 5, dtype=torch.float64), torch.arange(4) % 3
+    w, found = kernel.model.vector.clone(), kernel.clipped_sum(x, y, math.inf)
+    assert kernel.way(x, y) == "graph"
+    along, step = torch.randn(len(w), dtype=torch.float64), 1e-5
+    ends = []
+    for sign in (1, -1):
+        kernel.model.load(w + sign * step * along)
+        ends.append(float(kernel.losses(x, y).sum()))
+    assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(float(found @ along), rel=1e-6)
 
 
 def test_both_points_of_a_difference_have_the_same_numbers(records):

@@ -346,9 +346,8 @@ class Graph:
         positional(node)
         args = _flat(node)
         sources = {place: arg for place, arg in args if arg in self._weights}
-        drawn = [n for source in sources.values() for n in [node, *_inside(source)] if draws(n)]
-        if drawn and node.target not in recurrent.RECURRENT:
-            raise Mixed(f"operation {drawn[0].target} draws random numbers for a parameter")
+        if draws(node) and node.target not in recurrent.RECURRENT:
+            raise Mixed(f"operation {node.target} draws random numbers for a parameter")
         places = {place: w for place, arg in args if isinstance(w := self._states[arg], Where)}
         out = [state] if isinstance(state, Where) else list(cast(tuple[Where, ...], state))
         return _Use(sources, places, out)

@@ -97,6 +97,10 @@ class PassNumbers:
         """Return those of a single record."""
         return replace(self, rows=self.rows[j : j + 1])
 
+    def named(self, name: str) -> "PassNumbers":
+        """Return the same with shared numbers of a name's own, which may be drawn again."""
+        return replace(self, shared=_generator(_key(self.shared.initial_seed, name.encode())))
+
 
 def _key(seed: Seed, *parts: bytes) -> int:
     found = hashlib.blake2b(seed().to_bytes(8, "little"), digest_size=8)
@@ -294,17 +298,20 @@ def expected() -> Generator[None]:
         _own.still = before
 
 
-def drawn(op: Callable[..., Any], where: Where | None = None) -> Callable[..., Any]:
+def drawn(op: Callable[..., Any], where: Where | None = None, name: str = "") -> Callable[..., Any]:
     """Return an operation that draws the thread's numbers; see `drawing`.
 
-    where: the batch dimension of its draws; None: it draws for no record.
+    where: the batch dimension of its draws; None: it draws for no record, in a pass the same
+    numbers whenever it runs, as where a weight is computed from others again for its derivative.
+    name: the operation's among the model's.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if _own.still:
             with KeyedDraws(None):
                 return op(*args, **kwargs)
-        with KeyedDraws(_own.numbers or PassNumbers.of(lambda: 0), where):
+        numbers = _own.numbers or PassNumbers.of(lambda: 0)
+        with KeyedDraws(numbers.named(name) if where is None else numbers, where):
             return op(*args, **kwargs)
 
     return run

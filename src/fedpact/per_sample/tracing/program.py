@@ -104,7 +104,7 @@ def operation(node: Node, where: Where | None = None) -> Callable[..., Any]:
     where: where the records are in the numbers that it draws.
     """
     found = DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
-    return drawn(found, where) if draws(node) else found
+    return drawn(found, where, node.name) if draws(node) else found
 
 
 def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:
