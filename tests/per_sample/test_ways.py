@@ -161,7 +161,7 @@ class Sampled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.where, self.head = nn.Linear(16, 6), nn.Linear(16, 3)
+        self.where, self.head = nn.Linear(48, 6), nn.Linear(48, 3)
         self.table = nn.Parameter(torch.randn(1, 4, 4, dtype=torch.float32))
 
     def forward(self, x):
@@ -183,6 +183,32 @@ class Waves(nn.Module):
         waves = torch.fft.rfft(x) * torch.view_as_complex(self.filter)
         waves = torch.einsum("btf,fg->btg", waves, torch.view_as_complex(self.mix))
         return self.head(torch.fft.irfft(waves, n=6) + torch.fft.fft2(x).real)
+
+
+class Modes(nn.Module):
+    """The first waves of a record, mixed and written in front of zeros, as Fourier operators do."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(3, 2, 2, 2))
+
+    def forward(self, x):
+        waves = torch.fft.rfft(x)
+        out = torch.zeros(len(x), 2, 4, dtype=waves.dtype)
+        mixed = torch.einsum("bit,iot->bot", waves[..., :2], torch.view_as_complex(self.mix))
+        out[:, :, :2], out[..., 3] = mixed, waves[:, :2, 0]
+        return torch.fft.irfft(out, n=6)
+
+
+class Pairs(nn.Module):
+    """Products of more than two tensors, whose order torch chooses by their sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.forms = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x):
+        return torch.einsum("bti,hij,btj->bh", x, self.forms, x)
 
 
 class Prompted(nn.Module):
@@ -257,8 +283,10 @@ LAYERS = {
     ),
     "bilinear": (lambda: Two(nn.Bilinear(4, 4, 3), nn.Linear(4, 3)), (2, 4)),
     "added products": (lambda: Added(2), (2, 4)),
-    "points of their own": (lambda: Sampled(), (1, 4, 4)),
+    "points of their own": (lambda: Sampled(), (3, 4, 4)),
     "waves": (lambda: Waves(), (3, 6)),
+    "waves that are written": (lambda: Modes(), (3, 6)),
+    "products of three": (lambda: Pairs(), (2, 4)),
     "the larger and the smaller": (lambda: Extremes(), (2, 4)),
     "padded by name": (
         lambda: nn.Sequential(
@@ -288,6 +316,15 @@ def test_layers_whose_operations_are_known(reference, name):
             buffer.uniform_(0.5, 1.5)
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten())
     reference.check_structure(model, reference.data(4, *shape), rows="loop")
+
+
+def test_a_compiled_model_is_traced_as_it_was_written():
+    def refused(*_):
+        raise RuntimeError("compiled")
+
+    model = torch.compile(nn.Linear(4, 3), backend=refused)
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    assert kernel.way(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)) == "graph"
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])

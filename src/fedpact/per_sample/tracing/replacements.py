@@ -183,6 +183,14 @@ def _put(x: Tensor, indices: Sequence[Any], value: Tensor, accumulate: bool = Fa
     return torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x)
 
 
+def _written(op: Any, x: Tensor, part: Tensor, dim: int = 0, *place: Any, **named: Any) -> Any:
+    """A write into complex numbers, as pairs of real ones: torch's has no derivative there."""
+    if not x.is_complex():
+        return NotImplemented
+    pairs = op(torch.view_as_real(x), torch.view_as_real(part), dim % x.dim(), *place, **named)
+    return torch.view_as_complex(pairs)
+
+
 def _frozen_batch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -285,6 +293,10 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.arange.start_step: _counted,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.index_put.default: _put,
+    **{
+        op: partial(_written, op)
+        for op in (_aten.slice_scatter.default, _aten.select_scatter.default)
+    },
     _aten._native_batch_norm_legit_no_training.default: _frozen_batch_norm,
     **dict.fromkeys(
         (_aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding), _padded_by_name

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -82,7 +83,8 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     the files of the model it is x.shape[0], and list(range(len(x))) the records' numbers. torch's
     transformers look whether a mask is the causal one, for which there is a faster way to the same;
     a branch on its values would end the trace.
-    Packed sequences are what `packed` has in place of torch's.
+    Packed sequences are what `packed` has in place of torch's. Code given to torch.compile runs as
+    it was written.
     """
     functions = [vars(m).get("forward", type(m).forward) for m in model.modules()]
     # Here, as these take a second to import, which most commands do without.
@@ -96,6 +98,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         (FakeTensor, "tolist", _listed),
         (FakeTensor, "__getitem__", _picked),
         (F, "embedding_bag", embedding_bag),
+        (F, "affine_grid", _grid),
         *((kind, "forward", packed.forward) for kind in _RECURRENT),
     ]
     for name in ("pack_padded_sequence", "pad_packed_sequence"):
@@ -110,6 +113,8 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         for name, instead in lengths.items()
         if name not in scope
     ]
+    if (orders := torch.backends.opt_einsum.get_opt_einsum()) is not None:
+        ours.append((orders, "contract_path", partial(_ordered, orders.contract_path)))
     checks: bool = vars(Distribution)["_validate_args"]  # by looking at values
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [one.level for one in loggers]
@@ -117,7 +122,8 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         for one in loggers:  # the tracer's messages are for its developers
             one.setLevel(logging.CRITICAL)
         Distribution.set_default_validate_args(False)
-        with _compiling_state_context(), _in_place_of(ours):
+        as_written = torch.compiler.set_stance("force_eager")
+        with _compiling_state_context(), as_written, _in_place_of(ours):
             yield
     finally:
         Distribution.set_default_validate_args(checks)
@@ -162,6 +168,24 @@ def _put(at: Any, name: str, value: Any) -> None:
         del at[name]
     else:
         at[name] = value
+
+
+def _grid(theta: Tensor, size: list[int], align_corners: bool | None = None) -> Tensor:
+    """Return affine_grid's points, without its look at which of the sizes is the smallest."""
+    return torch.affine_grid_generator(theta, size, bool(align_corners))
+
+
+def _ordered(find: Any, equation: str, *tensors: Tensor, **how: Any) -> Any:
+    """Return the order of an einsum's products for as many records as are made up.
+
+    The search compares sizes, which the batch's may not take part in.
+    """
+    shapes = [tuple(map(_hint, t.shape)) for t in tensors]
+    return find(equation, *shapes, shapes=True, **how)
+
+
+def _hint(size: Any) -> int:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _causal(_: Any, is_causal: bool | None = None, *__: Any, **___: Any) -> bool:
