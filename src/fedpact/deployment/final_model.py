@@ -116,7 +116,8 @@ class FinalModel:
         (folder.path / "model.safetensors").unlink(missing_ok=True)
         folder.write_json("plan.json", self.files.plan.document())
         given = RecordedForm(of.shape, of.values, of.classes, of.columns(self.files.plan))
-        given.by(of.stage(self.files.plan, self.files.directory)).write(folder)
+        stage, w = of.stage(self.files.plan, self.files.directory), FlatModel(module).vector
+        given.by(stage, self.files.workshop, w).write(folder)
         if columns is not None:
             folder.write_json(COLUMNS, columns)
         folder.write_json("summary.json", {"run": of.run, "site": self.files.name, **said})

@@ -233,7 +233,8 @@ class Coordinator:
         ended = at, records, rounds.status
         of = self.federation
         given = RecordedForm(of.shape, of.values, of.classes, of.columns(plan))
-        given.by(of.stage(plan, self.directory)).write(self.folder)
+        ready, w = of.stage(plan, self.directory), at.state.vectors["w"]
+        given.by(ready, self.workshop(), w).write(self.folder)
         sizes = {name: terms.size for name, terms in self.terms.items()}
         done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
         hand_over(self.folder, of.run, at, plain)

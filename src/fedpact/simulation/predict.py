@@ -26,6 +26,7 @@ from fedpact.common.errors import DataError, InputError, ModelError, nearest
 from fedpact.common.files import parse_errors
 from fedpact.common.format import counted, format_metric, list_some
 from fedpact.common.messages import SiteScore
+from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
 from fedpact.common.user_code import model_again
 from fedpact.common.weights import read_checked
@@ -52,7 +53,8 @@ class RecordedForm:
     """The public form of a raw record: shape, "float32" or "int64", the labels' names.
 
     features: a table's columns in order, () if unknown or none. made_by: identifies the code and
-    weights that compute the model's features; None before `by`.
+    weights that compute the model's features; None before `by`. answers: those of the final model;
+    see TrainingSetup.answers. None before `by`, and in folders of older versions.
     """
 
     shape: tuple[int, ...]
@@ -60,15 +62,18 @@ class RecordedForm:
     classes: tuple[str, ...]
     features: tuple[str, ...] = ()
     made_by: MadeBy | None = None
+    answers: tuple[float, ...] | None = None
 
     @property
     def example(self) -> Tensor:
         """A record of zeros."""
         return torch.zeros(self.shape, dtype=getattr(torch, self.values))
 
-    def by(self, stage: FeatureStage) -> "RecordedForm":
-        """Return the form with what computes the records' features."""
-        return replace(self, made_by=stage.made_by(self.example))
+    def by(self, stage: FeatureStage, setup: TrainingSetup, w: Tensor) -> "RecordedForm":
+        """Return the form with what identifies features, and the model with its weights w [d]."""
+        module = setup.module()
+        FlatModel(module).load(w)
+        return replace(self, made_by=stage.made_by(self.example), answers=setup.answers(module))
 
     def write(self, folder: Folder) -> None:
         """Write it into a run's folder."""
@@ -87,7 +92,8 @@ class RecordedForm:
             shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
             of = raw["made_by"]
             made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
-            return RecordedForm(shape, raw["values"], classes, features, made_by)
+            answers = tuple(raw["answers"]) if "answers" in raw else None
+            return RecordedForm(shape, raw["values"], classes, features, made_by, answers)
 
 
 def _read_targets(
@@ -228,6 +234,17 @@ def _tell_of_an_earlier_run(party: Path, folder: Path) -> None:
         )
 
 
+def _fill(model: nn.Module, path: Path) -> None:
+    """Load a run's weights. Raises DataError: they cannot be read, or are not the model's."""
+    try:
+        model.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise DataError(
+            f"{path} cannot be read as the plan's model ({type(error).__name__}: {error}): "
+            "restore it, or run the plan again"
+        ) from error
+
+
 @dataclass(frozen=True, eq=False)
 class Predictor:
     """A run's model with its preprocessing."""
@@ -273,21 +290,24 @@ class Predictor:
                 "its weights"
             )
         made = stage.example(form.example)
-        model = TrainingSetup(plan, made, len(form.classes)).module()
-        path = folder / ("average.safetensors" if average else "model.safetensors")
+        setup = TrainingSetup(plan, made, len(form.classes))
+        model = setup.module()
+        _fill(model, folder / "model.safetensors")
+        if form.answers is not None and not setup.answers_as(form.answers, model):
+            raise ModelError(
+                f"model {plan.model!r} answers otherwise than when {folder} was made: it has other "
+                "code, or is another model of the same weights; restore its file, or pass the same "
+                "model as then"
+            )
+        path = folder / "average.safetensors"
         if average and not path.exists():
             raise DataError(
                 f"{folder} holds no average of models (its plan has server.average = "
                 f"{plan.server.average!r}; in a deployment only the server has it): use the last "
                 "model, without average"
             )
-        try:
-            model.load_state_dict(load_file(path))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise DataError(
-                f"{path} cannot be read as the plan's model ({type(error).__name__}: {error}): "
-                "restore it, or run the plan again"
-            ) from error
+        if average:
+            _fill(model, path)
         return Predictor(plan, form, model.eval(), at, released, OwnColumns.of(beside))
 
     def preprocess(self, records: Any) -> tuple[Tensor, np.ndarray]:

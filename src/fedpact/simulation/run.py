@@ -287,7 +287,8 @@ def setting(folder: Folder, scene: SimulationSetup, *, known: bool, given: bool)
     given: whether the data set was passed in, so that the plan does not name it. A named data set
     must hold the same records, and yield the same features, as when the run was started: with other
     records, a repeated round would be a new release under the first one's charge, and the ledger
-    would be about records that took part only at times. Raises PlanError: they have changed.
+    would be about records that took part only at times. A model must answer as it did then. Raises
+    PlanError: they have changed.
     """
     digests = {} if given else {"records": digest_of(scene.raw)}
     if scene.plan.features.used:
@@ -297,6 +298,7 @@ def setting(folder: Folder, scene: SimulationSetup, *, known: bool, given: bool)
     if not known and not (folder.path / "environment.json").exists():
         facts = {"data": "given", **digests} if given else digests
         name = f"{scene.plan.algorithm}-{uuid.uuid4().hex[:12]}"
+        facts = {**facts, "answers": scene.workshop.answers()}
         environment = environment_of(name, cores=available_cores(), draws=DRAWS, **facts)
         folder.path.mkdir(parents=True, exist_ok=True)
         # The plan comes first: it says which run this is, even if nothing else gets written.
@@ -310,6 +312,13 @@ def setting(folder: Folder, scene: SimulationSetup, *, known: bool, given: bool)
                 f"{folder.path} holds a run that was started on other {name}: {_CHANGED[name]} "
                 "changed since. Restore them, or start a new run in another folder with --out"
             )
+    answers = environment.get("answers")  # older versions wrote none
+    if answers is not None and not scene.workshop.answers_as(answers):
+        raise PlanError(
+            f"{folder.path} holds a run that was started with another model: the code of "
+            f"{scene.plan.model}, or the weights that it begins with, have changed since. Restore "
+            "them, or start a new run in another folder with --out"
+        )
     return environment
 
 

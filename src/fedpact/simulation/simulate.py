@@ -397,7 +397,7 @@ def _finish(
     raw = scene.raw
     values = str(raw.x.dtype).removeprefix("torch.")
     given = RecordedForm(tuple(raw.x.shape[1:]), values, raw.classes, raw.features)
-    given.by(scene.plan.stage()).write(folder)
+    given.by(scene.plan.stage(), scene.workshop, at.state.vectors["w"]).write(folder)
     module = scene.workshop.module()
     labels = select_judged_labels(scene)
     judged = commonest(labels, raw.classes)

@@ -1,7 +1,7 @@
 """Building a party's model and kernel from the plan and the public form of a record."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,9 @@ from fedpact.privacy.mechanisms import mechanism_of
 
 _TOGETHER: Final = 256
 _SHOWN: Final = 20
+_FEW: Final = 64
+_ROUNDED: Final = 1e-2
+"""Tolerance for answers, in units of the largest: machines differ by less, other code by more."""
 
 _logger = logging.getLogger("fedpact")
 
@@ -285,6 +288,29 @@ class TrainingSetup:
     def size(self) -> int:
         """The number of the model's parameters, d."""
         return FlatModel(self.module()).size
+
+    def answers(self, module: nn.Module | None = None) -> tuple[float, ...]:
+        """Return some of a user's model's answers to dummy records, by which it is known again.
+
+        module: None for one with its initial weights. There are no answers of a model of fedpact's,
+        nor of one that does not accept dummy records.
+        """
+        if not is_own(self.plan.model):
+            return ()
+        module = module or self.module()
+        try:
+            with keeping_modes(module), torch.no_grad():
+                found = module.eval()(self.make_dummy_records()[0]).double().flatten()
+        except Exception:  # whatever a plain run's model may raise
+            return ()
+        return tuple(found[:: -(-len(found) // _FEW)].nan_to_num(0, 0, 0).tolist())
+
+    def answers_as(self, known: Sequence[float], module: nn.Module | None = None) -> bool:
+        """Whether a module's `answers` are the known ones, up to rounding."""
+        now, most = self.answers(module), _ROUNDED * max(map(abs, known), default=0.0)
+        return len(now) == len(known) and all(
+            abs(a - b) <= most for a, b in zip(now, known, strict=True)
+        )
 
     def make_dummy_records(self) -> tuple[Tensor, Tensor]:
         """Return four dummy records x, y."""
