@@ -185,7 +185,7 @@ def _ordered(find: Any, equation: str, *tensors: Tensor, **how: Any) -> Any:
 
 
 def _hint(size: Any) -> int:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    return cast(Any, size).node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _causal(_: Any, is_causal: bool | None = None, *__: Any, **___: Any) -> bool:
