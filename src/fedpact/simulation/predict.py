@@ -54,7 +54,7 @@ class RecordedForm:
 
     features: a table's columns in order, () if unknown or none. made_by: identifies the code and
     weights that compute the model's features; None before `by`. answers: those of the final model;
-    see TrainingSetup.answers. None before `by`, and in folders of older versions.
+    see TrainingSetup.answers.
     """
 
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class RecordedForm:
     classes: tuple[str, ...]
     features: tuple[str, ...] = ()
     made_by: MadeBy | None = None
-    answers: tuple[float, ...] | None = None
+    answers: tuple[float, ...] = ()
 
     @property
     def example(self) -> Tensor:
@@ -92,7 +92,7 @@ class RecordedForm:
             shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
             of = raw["made_by"]
             made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
-            answers = tuple(raw["answers"]) if "answers" in raw else None
+            answers = tuple(raw.get("answers", ()))
             return RecordedForm(shape, raw["values"], classes, features, made_by, answers)
 
 
@@ -293,7 +293,7 @@ class Predictor:
         setup = TrainingSetup(plan, made, len(form.classes))
         model = setup.module()
         _fill(model, folder / "model.safetensors")
-        if form.answers is not None and not setup.answers_as(form.answers, model):
+        if not setup.answers_as(form.answers, model):
             raise ModelError(
                 f"model {plan.model!r} answers otherwise than when {folder} was made: it has other "
                 "code, or is another model of the same weights; restore its file, or pass the same "
