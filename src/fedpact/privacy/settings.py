@@ -100,7 +100,7 @@ class Privacy(BaseModel):
     """"pld", "rdp", or "best", the smaller of the two bounds."""
     sizes: Literal["public", "noisy"] = "public"
     """"public": N_i is declared. "noisy": each site releases one noisy count of its records before
-    training, paid from its budget. A plain run uses exact sizes."""
+    training, paid from its budget: in a simulation only. A plain run uses exact sizes."""
     size_noise: float = Field(default=10.0, gt=0)
     """The standard deviation of that count's noise, in records; its sensitivity is 1."""
     column_share: float = Field(default=0.04, gt=0, lt=1)
