@@ -131,6 +131,13 @@ def test_help_explains_arguments_and_ends_with_examples(name):
     for line in commands.examples(name):
         assert line in command.epilog
         words = [word for word in shlex.split(line) if "FEDPACT_DATA=" not in word]
+        # What `deploy init fed` writes; runs/first is of images, which are in no .csv file.
+        assert {w for w in words if w.startswith("fed/")} <= {
+            "fed/server",
+            "fed/authority",
+            "fed/sites/site-00",
+        }
+        assert not ("runs/first" in words and any(w.endswith(".csv") for w in words))
         assert words[: 1 + len(name.split())] == ["fedpact", *name.split()]
         context = command.make_context(name, words[1 + len(name.split()) :])
         given = context.params.get("overrides") or []

@@ -52,20 +52,20 @@ _EXAMPLES = {
     "deploy status": ("fedpact deploy status fed",),
     "deploy renew": ("fedpact deploy renew fed/authority fed/server",),
     "deploy server": ("fedpact deploy server fed/server",),
-    "deploy site": ("fedpact deploy site fed/site-00",),
-    "deploy model": ("fedpact deploy model fed/site-00 --model model.safetensors",),
-    "evaluate": ("fedpact evaluate runs/first held_out.csv",),
+    "deploy site": ("fedpact deploy site fed/sites/site-00",),
+    "deploy model": ("fedpact deploy model fed/sites/site-00 --model model.safetensors",),
+    "evaluate": ("fedpact evaluate runs/patients labelled.csv",),
     "export": ("fedpact export runs/first --set about.name=Digits --out CARD.md",),
     "extend": ("fedpact extend runs/first --rounds 40",),
     "init": ("fedpact init study.toml", "fedpact init --set algorithm=scaffold"),
     "inspect": ("fedpact inspect patients.csv --label ill",),
     "ledger show": ("fedpact ledger show runs/first",),
     "ledger verify": ("fedpact ledger verify runs/first",),
-    "ledger export": ("fedpact ledger export fed/site-00 --out receipt.json",),
-    "personalise": ("fedpact personalise fed/site-00 --model model.safetensors",),
+    "ledger export": ("fedpact ledger export fed/sites/site-00 --out receipt.json",),
+    "personalise": ("fedpact personalise fed/sites/site-00 --model model.safetensors",),
     "plan": ("fedpact plan study.toml", "fedpact plan study.toml --optimise --passes 20"),
     "predict": (
-        "fedpact predict runs/first new.csv --out answers.csv",
+        "fedpact predict runs/patients new.csv --out answers.csv",
         "fedpact predict runs/patients new.csv --keep patient --out answers.csv",
     ),
     "recommend": (
@@ -83,7 +83,7 @@ _EXAMPLES = {
     "tradeoffs": ("fedpact tradeoffs --preset paper --out curves.svg",),
     "tune fedfdp": ("fedpact tune fedfdp runs/first",),
     "tune fedproxvr": ("fedpact tune fedproxvr --gamma 0.01 --L 1 --lam 0.5 --sigma2 0.1",),
-    "watch": ("fedpact watch runs/first", "fedpact watch fed/site-00 --once"),
+    "watch": ("fedpact watch runs/first", "fedpact watch fed/sites/site-00 --once"),
 }
 """Examples at the end of --help, by command."""
 
