@@ -215,7 +215,7 @@ def test_never_drawn_site_reserves_and_spends_nothing(tmp_path):
         assert sum(steps[site] == (0, 0) for site in SITES) == 3
 
 
-@pytest.mark.parametrize("compression", ["none", "grid"])
+@pytest.mark.parametrize("compression", ["none", "grid", "int8", "topk", "float16"])
 def test_bytes_are_of_those_that_take_part(tmp_path, compression):
     of = {**PLAN, "compression": {"kind": compression}}
     told = forecast(SimulationSetup.of(Plan.parse(of)))["bytes"]

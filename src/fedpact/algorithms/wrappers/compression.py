@@ -112,12 +112,21 @@ class Compressed(MethodWrapper):
             x = vector - _told(task.vectors, name, vector)
             if self._kind == "topk":
                 x = x + left.vectors.get(name, 0.0)
-                vectors |= _largest(name, x, self._keep)
+            sent, scales = self.encode(name, x, task)
+            vectors |= sent
+            numbers |= scales
+            if self._kind == "topk":
                 kept[name] = x - _spread(name, vectors, x)
-            else:
-                codes, scale = self._rounded(x, task)
-                vectors[name], numbers[_PREFIX + name] = codes, scale
         return Local(vectors, numbers, join(State(kept), _PREFIX, local.memory))
+
+    def encode(
+        self, name: str, x: Tensor, task: Task
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the vectors and numbers of a reply by which x [d] is sent under this name."""
+        if self._kind == "topk":
+            return _largest(name, x, self._keep), {}
+        codes, scale = self._rounded(x, task)
+        return {name: codes}, {_PREFIX + name: scale}
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         told = self.inner.task(state).vectors

@@ -127,7 +127,7 @@ def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
     Compressed vectors are assumed to be noise, which is most of them. A site that did not take part
     in the previous round gets the whole model.
     """
-    from fedpact.algorithms.wrappers.compression import UNITS_DOWN
+    from fedpact.algorithms.wrappers.compression import UNITS_DOWN, Compressed
     from fedpact.common.messages import Reply, Task, encoded_length
     from fedpact.common.params import FlatModel
     from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION
@@ -135,7 +135,7 @@ def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
 
     method, plan, who = scene.plan.method, scene.plan, scene.participants
     told = method.task(method.init(FlatModel(scene.workshop.module()).vector))
-    up, down = {"w": told.vectors["w"]}, told.vectors
+    up, down, numbers = {"w": told.vectors["w"]}, told.vectors, dict(told.numbers)
     secured = secure_terms(plan, len(scene.sites), scene.terms)
     if secured:
         words = told.vectors["w"].new_zeros(scene.workshop.size * secured["bits"] // 8)
@@ -146,7 +146,10 @@ def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
         down = {name: _coded(vector, UNITS_DOWN) for name, vector in down.items()}
     task = Task("run", 1, plan.algorithm, down, told.numbers)
     full = Task("run", 1, plan.algorithm, told.vectors, told.numbers)
-    reply = Reply("run", 1, "site", 1.0, up, told.numbers, "0" * 64)
+    if isinstance(method, Compressed):
+        up, scales = method.encode("w", up["w"], full)
+        numbers |= scales
+    reply = Reply("run", 1, "site", 1.0, up, numbers, "0" * 64)
     rounds = plan.rounds
     whole = (task.wire_bytes + encoded_length(reply)) * rounds * len(who.of(1))
     if who.partial:
