@@ -215,6 +215,15 @@ def test_never_drawn_site_reserves_and_spends_nothing(tmp_path):
         assert sum(steps[site] == (0, 0) for site in SITES) == 3
 
 
+def test_bytes_include_the_models_of_evaluations(tmp_path):
+    """Each is sent to every site; a reply to it is a few numbers."""
+    share = {"share": 0.2, "every": 1, "epsilon": 1.0, "delta": 1e-5}
+    of = Plan.parse({**PLAN, "evaluation": share, "partition": {}})
+    told = forecast(SimulationSetup.of(of))["bytes"]
+    summary = simulate(of, tmp_path / "run").summary
+    assert told == pytest.approx(summary["bytes_down"] + summary["bytes_up"], rel=0.15)
+
+
 @pytest.mark.parametrize("compression", ["none", "grid", "int8", "topk", "float16"])
 def test_bytes_are_of_those_that_take_part(tmp_path, compression):
     of = {**PLAN, "compression": {"kind": compression}}

@@ -64,9 +64,9 @@ def forecast(scene: SimulationSetup) -> dict[str, Any]:
 
     plan, rounds = scene.plan, scene.plan.rounds
     total = _iterations(scene)
-    size_of_message, size_of_all = _message_bytes(scene)
     sites = site_terms(scene.plan, scene.terms)
     of_held = describe_held_out_releases(plan, scene.form, scene.dataset.person is not None)
+    size_of_message, size_of_all = _message_bytes(scene, of_held["times"] if of_held else 0)
     own = scene.participants.rounds(plan.rounds)
     return {
         "private": plan.private,
@@ -121,11 +121,11 @@ def _by_round(scene: SimulationSetup, site: str, total: int, *, alone: bool = Fa
     return [each.alone if alone else each.epsilon for each in found]
 
 
-def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
+def _message_bytes(scene: SimulationSetup, evaluations: int) -> tuple[int, int]:
     """Return the bytes of a round and of all rounds, for tasks and replies of the same shapes.
 
     Compressed vectors are assumed to be noise, which is most of them. A site that did not take part
-    in the previous round gets the whole model.
+    in the previous round gets the whole model, and so does each site for each evaluation.
     """
     from fedpact.algorithms.wrappers.compression import UNITS_DOWN, Compressed
     from fedpact.common.messages import Reply, Task, encoded_length
@@ -155,6 +155,7 @@ def _message_bytes(scene: SimulationSetup) -> tuple[int, int]:
     if who.partial:
         newcomers = who.newcomers(plan.rounds)
         whole += (full.wire_bytes - task.wire_bytes) * newcomers
+    whole += full.wire_bytes * len(scene.sites) * evaluations
     return round(whole / rounds), whole
 
 
