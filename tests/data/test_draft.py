@@ -297,6 +297,20 @@ def test_other_forms_of_a_table_are_refused_with_a_remedy(tmp_path, encoding, di
     assert to_numbers(table.cells["Größe"]).tolist() == [1.5, 2.25, 3.0]
 
 
+def test_cells_in_another_encoding_are_named_with_a_remedy(tmp_path):
+    """Of a file whose header is plain: only lines with an umlaut are left out."""
+    path = tmp_path / "t.csv"
+    pd.DataFrame({"ward": ["Süd", "Nord"] * 3, "y": ["a", "b"] * 3}).to_csv(
+        path, index=False, encoding="cp1252"
+    )
+    text = draft(path, {"label": "y"})[0]
+    code = re.search(r'^# found: .* UTF-8 .*python -c "(.*)"$', text, re.MULTILINE)[1]
+    exec(code, {})  # as the draft says
+    table = read_columns(tmp_path / "t.utf8.csv")
+    assert not table.broken
+    assert "UTF-8" not in draft(tmp_path / "t.utf8.csv", {"label": "y"})[0]
+
+
 @pytest.mark.parametrize("cells", [["1e308", "-1e308", "inf", ""] * 9, ["7", ""], [""], []])
 def test_a_draft_of_odd_numbers_can_be_read(tmp_path, cells):
     text = of_column(tmp_path, cells)

@@ -276,11 +276,11 @@ def check_suffix(path: Path) -> None:
     if reader := _READERS.get(path.suffix.lower()):
         raise DataError(
             f"data file {path}: expected a name ending in {', '.join(SUFFIXES)}; convert it: "
-            + _conversion(path, reader)
+            + conversion(path, reader)
         )
 
 
-def _conversion(path: Path, reader: str, more: str = "", **options: Any) -> str:
+def conversion(path: Path, reader: str, more: str = "", **options: Any) -> str:
     """Return a command that converts a table to a supported format."""
     given = "".join(f", {key}={value!r}" for key, value in options.items())
     target = str(path.with_suffix(".utf8.csv" if path.suffix == ".csv" else ".csv"))
@@ -376,7 +376,7 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
     elif not told and header:
         told.append(f"has the columns {list_some(header)}")
         more = ".dropna(axis=1, how='all')" if header.count("") > 1 else ""
-    command = _conversion(path, "read_csv", more, **options)
+    command = conversion(path, "read_csv", more, **options)
     raise DataError(
         f"data file {path}: {'its first line ' + ' and '.join(told) if told else 'it is empty'}: "
         "expected a header line that names each column once, in UTF-8 text, with commas between "

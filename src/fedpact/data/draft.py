@@ -15,7 +15,15 @@ import numpy as np
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import counted, number, percent, toml, toml_key
-from fedpact.data.cells import Cells, alike_names, read_columns, read_npz, text_of
+from fedpact.data.cells import (
+    NOT_UTF_8,
+    Cells,
+    alike_names,
+    conversion,
+    read_columns,
+    read_npz,
+    text_of,
+)
 from fedpact.data.dataset import RecordFilter
 from fedpact.data.inputs import check_role
 from fedpact.data.schema import RecordForm
@@ -84,6 +92,9 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     if broken:
         rows = _rows(sorted(broken))
         lines.append(f"# found: {counted(len(broken), 'line')} that cannot be read ({rows})")
+    if NOT_UTF_8 in broken.values():
+        command = conversion(path, "read_csv", encoding="cp1252")
+        lines.append(f"# found: lines that are not UTF-8 text. To convert the file: {command}")
     if label is not None and not task:
         lines += _classes(columns[label])
     if dropped:
