@@ -1,6 +1,7 @@
 """Every algorithm, and what goes around one, on the federation of studies.conformance."""
 
 import itertools
+from functools import cache
 from typing import Any
 
 import pytest
@@ -68,12 +69,9 @@ def label(tables: dict[str, Any]) -> str:
     return "-".join([tables["algorithm"], *rest])
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`case` is every method: an algorithm in each of its variants; of `typical` the suite has
-    one variant of each algorithm. `reducible` is each algorithm that names a parent."""
-    if "reducible" in metafunc.fixturenames:
-        named = [name for name in algorithms.names() if algorithms.load(name).NEUTRAL]
-        metafunc.parametrize("reducible", named)
+@cache
+def methods() -> dict[str, list[Any]]:
+    """Name of an argument -> its values: see `pytest_generate_tests`."""
     # What lets exact numbers out by design has tests of its own: test_ali_dpfl.
     own = [
         [one for one in variants_of(name) if not one.facts.unprotected]
@@ -82,15 +80,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     wrapped = [one for one in map(of, COMBINATIONS) if not one.facts.unprotected]
     cases = [*itertools.chain(*own), *wrapped]
     typical = [*(some[:2][-1] for some in own if some), *wrapped[::2]]
-    for asked, chosen in {"case": cases, "typical": typical}.items():
-        if asked in metafunc.fixturenames:
-            params = [
-                pytest.param(
-                    one, id=label(one.tables), marks=() if one in chosen else pytest.mark.slow
-                )
-                for one in cases
-            ]
-            metafunc.parametrize(asked, params)
+    return {
+        asked: [
+            pytest.param(one, id=label(one.tables), marks=() if one in chosen else pytest.mark.slow)
+            for one in cases
+        ]
+        for asked, chosen in {"case": cases, "typical": typical}.items()
+    }
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`case` is every method: an algorithm in each of its variants; of `typical` the suite has
+    one variant of each algorithm. `reducible` is each algorithm that names a parent."""
+    if "reducible" in metafunc.fixturenames:
+        named = [name for name in algorithms.names() if algorithms.load(name).NEUTRAL]
+        metafunc.parametrize("reducible", named)
+    for asked in {"case", "typical"}.intersection(metafunc.fixturenames):
+        metafunc.parametrize(asked, methods()[asked])
 
 
 @pytest.fixture(scope="session")
