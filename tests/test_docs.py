@@ -1,39 +1,41 @@
 """The code in the documentation runs."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.conformance import test_bounds, test_sensitivity, test_suite
+from tests.conformance.conftest import variants_of
 
 import fedpact
+from fedpact import algorithms
 from fedpact.algorithms import names
+from fedpact.studies.conformance import HandFederation
 
 ROOT = Path(__file__).parents[1]
 
-# The example becomes an algorithm by its file's existence, and the suite then runs on it.
-RUN = """
-import sys
-import pytest
-import fedpact.algorithms
-fedpact.algorithms.__path__.append(sys.argv[1])
-tests = [f"tests/conformance/test_{part}.py" for part in ("suite", "sensitivity", "bounds")]
-sys.exit(pytest.main(["-q", "-m", "", "-k", "serverstep", "-p", "no:cacheprovider", *tests]))
-"""
 
-
-def test_the_worked_example_passes_the_conformance_suite(tmp_path):
+def test_the_worked_example_passes_the_conformance_suite(tmp_path, monkeypatch):
+    """It becomes an algorithm by its file's existence, and the tests of each are called on it."""
     page = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "serverstep" not in names()
     (tmp_path / "serverstep.py").write_text(code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    # Two variants (local_steps), each in four tests: else -k found nothing of it.
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 8
+    monkeypatch.setattr(algorithms, "__path__", [*algorithms.__path__, str(tmp_path)])
+    try:
+        cases = variants_of("serverstep")
+        assert len(cases) == 2  # local_steps
+        for case in cases:
+            test_suite.test_every_check_holds(case)
+            test_suite.test_every_check_holds_without_noise(case)
+            test_sensitivity.test_every_query_of_every_algorithm(case, HandFederation)
+            test_bounds.test_honest_replies_are_within_their_bounds(HandFederation, case)
+            test_bounds.test_false_replies_are_beyond_the_bounds(HandFederation, case)
+        if algorithms.load("serverstep").NEUTRAL:
+            test_suite.test_it_is_its_parent_under_neutral_settings_alone("serverstep")
+    finally:
+        sys.modules.pop("fedpact.algorithms.serverstep", None)
 
 
 @pytest.mark.parametrize(("page", "least"), [("notes/threats.md", 40), ("notes/what-holds.md", 10)])
