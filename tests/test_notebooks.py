@@ -17,6 +17,11 @@ SHOWN = {
 }
 # Parties of a deployment are processes of Flower's: a minute.
 SLOW = {"deployment": ("epsilon_per_run", "ε spent of ε allowed", "reserved")}
+# How figures are drawn, which takes most of the time, is tested in tests/common/test_notebook.py.
+UNDRAWN = """
+from fedpact.report.drawing import Chart
+Chart.svg = property(lambda chart: f"<svg>{chart.title}</svg>")
+"""
 
 
 def read(name: str) -> Any:
@@ -42,6 +47,8 @@ def carried_out(folder: Path, *names: str) -> list[str]:
         whole.cells += read(name).cells
         begun = next(cell for cell in whole.cells[ends[-1] :] if cell.cell_type == "code")
         begun.source = "%reset -f\n" + begun.source
+    first = next(cell for cell in whole.cells if cell.cell_type == "code")
+    first.source = UNDRAWN + first.source
     found = client.NotebookClient(whole, timeout=600, resources=where).execute(env=environment)
     return [shown(found.cells[i:j]) for i, j in itertools.pairwise([0, *ends, len(whole.cells)])]
 
