@@ -60,6 +60,15 @@ def made(count, shape=SHAPE, seed=5):
     return torch.rand(count, *shape, generator=seeded_generator("records", seed))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def whitened_by_few(tmp_path_factory):
+    """By a tenth of the made images, which take most of the time; cached for this file alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extract, "MADE", MADE // 10)
+        patch.setenv("FEDPACT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module", params=SMALL)
 def small(request, tmp_path_factory):
     chosen = FeatureSettings(**SMALL[request.param])
@@ -152,7 +161,7 @@ def test_whitened_features_are_uncorrelated_where_they_vary(tmp_path):
         FeatureSettings(kind="scattering", cells=2), SHAPE, 3, tmp_path
     )._whitening
     found = torch.cat(
-        [raw._mapped(x) for x in dead_leaves(4000, SHAPE, 3, 0, 4000).split(64)]
+        [raw._mapped(x) for x in dead_leaves(MADE, SHAPE, 3, 0, MADE // 10).split(64)]
     ).double()
     assert torch.allclose(found.mean(0), mean.double(), atol=1e-6)
     covariance = torch.cov((found - mean).T, correction=0)
@@ -661,7 +670,6 @@ def test_whitening_is_cached_reports_progress_and_is_stable(tmp_path, monkeypatc
     """Thousands of made images, however few the records: of large ones they are the work."""
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(extract, "TELL_EVERY", 0.0)
-    monkeypatch.setattr(extract, "MADE", 400)
     settings, x = FeatureSettings(kind="scattering", cells=1), made(3)
     first = Extractor(settings, SHAPE, 0, tmp_path)(x).x
     assert "of 400 made images, to whiten by" in capsys.readouterr().err
