@@ -3,6 +3,7 @@
 Each succeeded on an earlier kernel. What is asserted is always ‖S(D + r) - S(D)‖ <= C (1 + slack).
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -257,9 +258,13 @@ def test_one_record_more_changes_no_last_bit_of_the_others(shape, dense):
         kernel._passes.dense = None
     x = null_space(kernel, 130, 1e9)
     long = torch.full((1, shape[0]), 2e12)
-    for count, place in ((1, 0), (16, 16), (130, 0), (130, 130)):
-        for r in (x[:1], 1e-30 * x[:1], long):
-            assert shifted(kernel, x[:count], r, 1.0, place=place) <= 1
+    y = torch.full((131,), 2)
+    for count, places in ((1, [0]), (16, [16]), (130, [0, 130])):
+        before = kernel.clipped_sum(x[:count], y[:count], 1.0).double()
+        for r, place in itertools.product((x[:1], 1e-30 * x[:1], long), places):
+            along = torch.cat([x[:place], r, x[place:count]])
+            after = kernel.clipped_sum(along, y[: count + 1], 1.0).double()
+            assert float((after - before).norm()) <= allowed(count, 1.0)
 
 
 @pytest.mark.slow
