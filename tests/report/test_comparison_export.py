@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.report.comparison import comparison_table, guarantees, inequality
 from fedpact.report.comparison_export import COLUMNS, curves_as_csv, table_as_latex
+from fedpact.studies.pool import Job
 
 from .test_comparison import put, read, two
 
@@ -83,7 +84,10 @@ def test_latex_has_the_cells_and_sentences_of_the_table(tmp_path: Path, change: 
     assert ("NOT AN EQUAL" in tex) == bool(change)
 
 
-def test_compare_writes_both_files_to_the_given_place(tmp_path: Path) -> None:
+def test_compare_writes_both_files_to_the_given_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Job, "here", True)  # no process to begin
     files = {"--csv": tmp_path / "curves.csv", "--latex": tmp_path / "table.tex"}
     named = [word for option, file in files.items() for word in (option, str(file))]
     small = ["--set", "rounds=1", "--set", "sites=2", "--seeds", "2", "--jobs", "1"]
