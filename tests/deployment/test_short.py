@@ -28,6 +28,25 @@ def federation(federate):
     return lambda name="d", **plan: federate(CHOICES, name, **{**PLAN, **plan})
 
 
+@pytest.fixture(scope="module")
+def known():
+    return {}
+
+
+@pytest.fixture
+def undisturbed(federation, known):
+    """undisturbed(**plan) -> the model of a run of it; of each plan there is one run."""
+
+    def model(**plan):
+        if repr(plan) not in known:
+            run = federation("u", **plan)
+            run()
+            known[repr(plan)] = model_of(run)
+        return known[repr(plan)]
+
+    return model
+
+
 def model_of(run):
     return Folder(run.directory / "server" / "run").restore()[0].state.vectors["w"]
 
@@ -74,11 +93,9 @@ def test_a_site_present_last_round_gets_differences(federation):
 
 @pytest.mark.parametrize("secure", [{}, {"threshold": 2}])
 @pytest.mark.parametrize("others", [1, 3])
-def test_a_site_with_another_start_gets_the_servers(federation, secure, others):
+def test_a_site_with_another_start_gets_the_servers(federation, undisturbed, secure, others):
     """As where another version of a library draws other weights from the plan's seed."""
     plan = {"secure_aggregation": secure} if secure else {}
-    undisturbed = federation("u", **plan)
-    undisturbed()
     run = federation(**plan)
     for node in run.nodes[:others]:
         node.site._checks._received[0] = {"w": torch.ones(650)}
@@ -92,7 +109,7 @@ def test_a_site_with_another_start_gets_the_servers(federation, secure, others):
     for node in run.nodes[:others]:
         assert tasks_of(node)[:3] == [(1, START), (1, WHOLE), (2, SHORT)]
     assert [charged(node) for node in run.nodes] == [8, 8, 8]
-    assert torch.equal(model_of(run), model_of(undisturbed))
+    assert torch.equal(model_of(run), undisturbed(**plan))
 
 
 def test_without_retry_other_starts_get_the_servers_model(federate):
@@ -104,10 +121,8 @@ def test_without_retry_other_starts_get_the_servers_model(federate):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_restarted_site_gets_the_whole_model(federation, lost):
+def test_a_restarted_site_gets_the_whole_model(federation, undisturbed, lost):
     """With or without a reply that was lost before: it is charged once a round, as the others."""
-    undisturbed = federation("u")
-    undisturbed()
     run = federation()
     node, done = run.nodes[1], []
 
@@ -127,7 +142,7 @@ def test_a_restarted_site_gets_the_whole_model(federation, lost):
     asked = [(1, START), (2, SHORT), *[(3, SHORT)] * (1 + lost), (3, WHOLE), (4, SHORT)]
     assert tasks_of(node) == asked
     assert [charged(each) for each in run.nodes] == [8, 8, 8]
-    assert torch.equal(model_of(run), model_of(undisturbed))
+    assert torch.equal(model_of(run), undisturbed())
 
 
 def test_a_site_with_a_rejected_reply_gets_the_whole_model(federation):
@@ -145,29 +160,25 @@ def test_a_site_with_a_rejected_reply_gets_the_whole_model(federation):
     assert tasks_of(other)[-1] == (4, SHORT)
 
 
-def test_a_restarted_server_continues_with_differences(federation):
-    undisturbed = federation("u")
-    undisturbed()
+def test_a_restarted_server_continues_with_differences(federation, undisturbed):
     run = federation()
     server_dies(run)
     run()
     for node in run.nodes:
         assert tasks_of(node)[-2:] == [(3, SHORT), (4, SHORT)]
         assert charged(node) == 8
-    assert torch.equal(model_of(run), model_of(undisturbed))
+    assert torch.equal(model_of(run), undisturbed())
 
 
 @pytest.mark.parametrize("secure", [{}, {"secure_aggregation": {"threshold": 2}}])
-def test_all_restarted_sites_get_the_whole_model(federation, secure):
-    undisturbed = federation("u", **secure)
-    undisturbed()
+def test_all_restarted_sites_get_the_whole_model(federation, undisturbed, secure):
     run = federation(**secure)
     server_dies(run)
     for node in run.nodes:
         restart(node)
     assert [record.refused for record in run()[1:]] == [{}] * 4
     assert [charged(node) for node in run.nodes] == [8, 8, 8]
-    assert torch.equal(model_of(run), model_of(undisturbed))
+    assert torch.equal(model_of(run), undisturbed(**secure))
 
 
 def test_under_secure_aggregation_it_misses_a_round(federation):
