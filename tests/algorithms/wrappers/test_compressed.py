@@ -203,20 +203,27 @@ def test_a_run_spends_the_same_privacy_and_fewer_bytes(tmp_path, kind, algorithm
         assert events[0] == events[1]
 
 
-@pytest.mark.parametrize("name", algorithms.names())
-def test_it_combines_with_every_algorithm(tmp_path, name):
-    """Plain runs; nothing left out and rounded to 16 bits they are nearly those without it."""
+# How far off: with nothing left out, rounded to 16 bits, to 8.
+KINDS = {"topk": 1e-5, "float16": 0.01, "int8": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, [*KINDS][place % 3]) for place, name in enumerate(algorithms.names())],
+)
+def test_it_combines_with_every_algorithm(tmp_path, name, kind):
+    """Plain runs are nearly those without it; each algorithm has a kind, by turns."""
     tables = {**SMALL, "rounds": 2, "algorithm": name, "privacy": {"mode": "none"}}
     settings = {"most_local_steps": 2} if name == "ali_dpfl" else {}
     models = {}
-    for kind in ("none", "topk", "float16", "int8"):
-        compression = {"kind": kind} | ({"keep": 1.0} if kind == "topk" else {})
+    for used in ("none", kind):
+        compression = {"kind": used} | ({"keep": 1.0} if used == "topk" else {})
         plan = Plan.parse({**tables, "settings": settings, "compression": compression})
-        result = simulate(plan, tmp_path / kind)
-        models[kind] = torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+        result = simulate(plan, tmp_path / used)
+        models[used] = torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
         assert result.summary["status"] == "finished"
-    for kind, off in {"topk": 1e-5, "float16": 0.01, "int8": 0.1}.items():
-        assert float((models[kind] - models["none"]).norm() / models["none"].norm()) < off
+    off = float((models[kind] - models["none"]).norm() / models["none"].norm())
+    assert off < KINDS[kind]
 
 
 @pytest.mark.parametrize(("name", "rate"), [("fedavg", 0.5), ("feddyn", 0.2)])
