@@ -100,6 +100,7 @@ from fedpact.deployment import processes
 from fedpact.deployment.flower.internals import PromptGrid
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+processes._KNOCK_SECONDS = 0.05
 link = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
 port = link.stdout.readline().strip()
 try:
@@ -152,6 +153,7 @@ def test_server_whose_superlink_is_killed_exits(tmp_path, moment):
 def test_a_blocked_server_exits_too(tmp_path):
     """As by a thread that nobody ends, or a main thread that takes no notice of signals."""
     stuck = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    stuck += "; processes._LOST_SECONDS = 0.1"
     ended = serve(tmp_path, ("pull_messages", "3"), stuck)
     assert ended.returncode == TransportLost.exit_code
 
