@@ -59,11 +59,17 @@ P = {name: site.size / 40 for name, site in SITES.items()}
 START = torch.tensor([3.0, -2.0], dtype=torch.float64)
 
 
+def same(one, other):
+    kept = one.numbers == other.numbers and one.vectors.keys() == other.vectors.keys()
+    return kept and all(torch.equal(v, other.vectors[name]) for name, v in one.vectors.items())
+
+
 def run(name, settings, rounds, sites=None):
-    """The server's state after some rounds, from START."""
+    """The server's state after some rounds, from START, or as soon as a round changes nothing."""
     method = Method(name, settings)
     state, memories = method.init(START), dict.fromkeys(SITES, State())
     for number in range(1, rounds + 1):
+        before, remembered = state, dict(memories)
         told = method.task(state)
         task = Task("run", number, name, told.vectors, told.numbers)
         replies = []
@@ -72,6 +78,8 @@ def run(name, settings, rounds, sites=None):
             memories[site] = local.memory
             replies.append(Reply("run", number, site, objective.size, local.vectors, local.numbers))
         state = method.update(state, iter(replies))
+        if same(state, before) and all(same(memories[n], remembered[n]) for n in memories):
+            break
     return state
 
 
