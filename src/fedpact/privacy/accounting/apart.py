@@ -15,7 +15,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_IDLE_SECONDS: Final = 2.0
+_IDLE_SECONDS: Final = 10.0
 _apart: Final = ContextVar("_apart", default=False)
 _idle: Final = list["_Child"]()
 """Children without a question. A busy or failed one is not among them."""
