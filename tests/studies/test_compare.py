@@ -199,6 +199,16 @@ def test_a_sweep_runs_every_value_and_calls_it_no_inequality(
     assert "Worst site over privacy.epsilon" in page
 
 
+@pytest.mark.parametrize(("key", "own"), [("model", "mlp"), ("data", "digits")])
+def test_an_object_for_all_plans_with_a_sweep_of_it_is_refused(
+    tmp_path: Path, key: str, own: str
+) -> None:
+    given, sweep = {key: own}, {key: ["logistic", "ngram"]}
+    with pytest.raises(PlanError, match=f"{key}=... with a sweep of {key}"):
+        fedpact.compare(FEDAVG, 1, tmp_path / "s", sweep=sweep, jobs=1, **given)
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[RunProgress]]) -> None:
     other = Plan.parse({**FEDAVG.model_dump(mode="json"), "rounds": 3})
     with pytest.raises(PlanError, match="holds a run of another configuration"):

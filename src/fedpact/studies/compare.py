@@ -266,6 +266,12 @@ def compare(
     """
     named = name_plans(plans)
     entries, at = expand_points(named, points) if points else expand_sweep(named, sweep or {})
+    for key, own in {"model": model, "data": data}.items():
+        if own is not None and key in (sweep or {}):
+            raise PlanError(
+                f"{key}=... with a sweep of {key}: it would take the place of every value of the "
+                "sweep; leave it out, and give all values in the sweep"
+            )
     records = dict[str, Dataset | None]()
     for name, plan in entries.items():
         entries[name], records[name] = with_own(plan, model=model, data=data, test=test)
