@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedpact.common.errors import DataError
+from fedpact.common.run_folder import Folder
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import read_run
 
@@ -46,6 +47,15 @@ def test_a_damaged_file_is_named(build: Build, name: str, content: str) -> None:
     (folder / f"{name}.json").write_text(content)
     with pytest.raises(DataError, match=f"{name}.json"):
         read_run(folder)
+
+
+@pytest.mark.parametrize("read", [read_run, lambda path: Folder(path).read_json("plan.json")])
+def test_a_comparisons_folder_is_told_from_a_runs(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    (tmp_path / "comparison.json").write_text("{}")
+    with pytest.raises(DataError, match=r"this is a comparison, .*its runs are in NAME/seed-S"):
+        read(tmp_path)
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:

@@ -243,8 +243,8 @@ class Folder:
             return found
         except (OSError, ValueError, TypeError) as error:
             raise DataError(
-                f"{self.path / name} cannot be read ({type(error).__name__}): "
-                f"expected the folder of a run, as `fedpact run` writes it, at {self.path}"
+                f"{self.path / name} cannot be read ({type(error).__name__}): expected a file of a "
+                f"run's folder; {explain_not_a_run(self.path)}"
             ) from None
 
     def waits(self, number: int, sites: Mapping[str, Mapping[str, Any]]) -> None:
