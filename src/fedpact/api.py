@@ -249,7 +249,8 @@ def with_own(
         if known and plan.data.rpartition("@")[2] != name.rpartition("@")[2]:
             raise PlanError(
                 f"data is {name}, but the plan's is {plan.data}: give the records that the plan "
-                'was made for, or name others with data = "..."'
+                "was made for, with the same test=... if it had a test set, or name others with "
+                'data = "..."'
             )
         own["data"] = plan.data if known else name
     return (plan if own == given else Plan.parse(own, typed=())), records

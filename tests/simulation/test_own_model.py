@@ -12,6 +12,7 @@ from torch import nn
 
 import fedpact
 from fedpact.api import plan_of as plan_of_settings
+from fedpact.api import with_own
 from fedpact.common.errors import DataError, InputError, ModelError, PlanError
 from fedpact.common.user_code import name_object
 from fedpact.data.load import digest_of, from_python, load_dataset, refit
@@ -275,6 +276,14 @@ def test_a_folder_records_passed_objects_and_accepts_no_other(tmp_path):
     assert told.command.startswith("fedpact.run(")
     assert "data=..., model=..." in told.command
     assert plan.model in told.words
+    assert "test=..." in told.words
+
+
+def test_a_missing_test_set_is_asked_for_with_the_records():
+    plan, _ = with_own(fedpact.Plan(), data=(X, Y), test=(X, Y))
+    with pytest.raises(PlanError, match=r"with the same test=\.\.\. if it had a test set"):
+        with_own(plan, data=(X, Y))
+    assert with_own(plan, data=(X, Y), test=(X, Y))[0] == plan
 
 
 @pytest.mark.usefixtures("no_page")

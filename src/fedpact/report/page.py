@@ -54,7 +54,8 @@ _GIVEN = (
 )
 _HANDED = (
     "Objects given in Python are not part of the plan, which stores only their digest: {what}. "
-    "Pass the same ones; another data set is refused, and another model makes another plan."
+    "Pass the same ones, and the test set as test=... if there was one; another data set is "
+    "refused, and another model makes another plan."
 )
 _FORMS: Final = {"task.loss": "loss=...", "task.metrics": "metrics=[...]"}
 _TEST = (
