@@ -86,7 +86,7 @@ def test_room_is_taken_for_all_or_for_none(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_not_a_run_is_reported(tmp_path):
-    with pytest.raises(DataError, match="expected a file of a run.s folder"):
+    with pytest.raises(DataError, match="expected a file of a run's folder"):
         Folder(tmp_path).read_json("plan.json")
     with pytest.raises(DataError, match="cannot be resumed"):
         Folder(tmp_path).restore()
