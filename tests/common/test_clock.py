@@ -67,7 +67,7 @@ def test_a_clock_that_does_not_fit_is_refused(tables, why):
 
 
 def test_without_a_deadline_it_changes_no_bit(tmp_path):
-    models = {}
+    models, read = {}, {}
     small = {"data": "digits", "sites": 3, "rounds": 2}
     slow = {"message_seconds": [1.0, 1.0, 50.0]}
     for name, clock in (("none", {}), ("slow", slow), ("late", {**slow, "deadline": 2.0})):
@@ -76,6 +76,7 @@ def test_without_a_deadline_it_changes_no_bit(tmp_path):
         refused = {"site-02": "late"} if name == "late" else {}
         assert [dict(r.refused) for r in done.records[1:]] == [refused] * 2
         seconds = {"none": 0.0, "slow": 50.0, "late": 2.0}[name]
+        read[name] = done.summary["records_read"]
         assert [r.simulated_seconds for r in done.records[1:]] == [seconds] * 2
     # The third site takes a second for each byte of its messages, a third of all.
     clock = {"up_seconds": [1.0, 0.0, 1.0], "down_seconds": [0.0, 1.0, 1.0]}
@@ -86,6 +87,8 @@ def test_without_a_deadline_it_changes_no_bit(tmp_path):
         )
     assert torch.equal(models["none"], models["slow"])
     assert not torch.equal(models["none"], models["late"])
+    # A late site has read its records, and is charged.
+    assert read["late"] == read["none"]
 
 
 def test_a_refusal_is_not_the_fastest_site():

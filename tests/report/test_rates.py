@@ -95,8 +95,8 @@ def coordinate(row: tuple[str, str, str, str]) -> float:
 
 
 def test_bits_a_coordinate_are_those_of_all_messages(build: Build) -> None:
-    """Up over the replies, of which one is missing; down over what was asked."""
-    folder = build(SITES, refused={"b": "budget"})
+    """Up over the replies, of which one is missing and one late; down over what was asked."""
+    folder = build(SITES, refused={"b": "budget", "c": "late"})
     run = read_run(folder)
     found = wire(run)
     assert not isinstance(found, str)

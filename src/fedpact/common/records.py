@@ -69,8 +69,13 @@ class RoundRecord:
         return self.round > 0 and (not self.asked or site in self.asked)
 
     def took_part(self, site: str) -> bool:
-        """Whether a site was asked and has replied."""
+        """Whether a site was asked and its reply was included."""
         return self.was_asked(site) and site not in self.refused
+
+    def replied(self, site: str) -> bool:
+        """Whether a site was asked and has replied, even if its reply was not included."""
+        in_vain = self.refused.get(site) in ("late", "rejected: update")
+        return self.took_part(site) or (self.was_asked(site) and in_vain)
 
     def most_spent(self, allowed: str = "") -> str:
         """Return the largest ε of a site, rounded up, and that without other sites' noise.

@@ -116,7 +116,7 @@ def _undefined(run: RunSummary) -> str:
 
 def _replies(run: RunSummary) -> dict[str, int]:
     """Return the number of replies of each site."""
-    return {name: sum(r.took_part(name) for r in run.records) for name in run.site_privacy}
+    return {name: sum(r.replied(name) for r in run.records) for name in run.site_privacy}
 
 
 def _deviation(run: RunSummary, site: SitePrivacy) -> float:
@@ -159,7 +159,7 @@ def wire(run: RunSummary) -> WireTable | str:
     d = int(run.summary.get("model_parameters") or 0)
     sites, rounds = len(run.sites), [record for record in run.records if record.round]
     asked = sum(len(record.asked) or sites for record in rounds)
-    replies = asked - sum(len(record.refused) for record in rounds)
+    replies = sum(record.replied(name) for record in rounds for name in run.sites)
     if not (d and replies > 0):
         return "No bits a coordinate yet: the run has not ended, or no site has replied."
     down, up = run.bytes_down, run.bytes_up

@@ -204,7 +204,7 @@ def _summary(
 def _read(plan: Plan, sizes: Mapping[str, float], records: list[RoundRecord]) -> float:
     """Return the expected number of records in all batches, q_i N_i each, from public sizes.
 
-    Only sites whose reply was included count. If persons are sampled, persons are counted.
+    Only sites that replied count, also too late. If persons are sampled, persons are counted.
     """
     opening = plan.method.facts.opening.rate if plan.method.facts.opening else 0.0
     batch = {name: plan.rate(name, size) * size for name, size in sizes.items()}
@@ -212,7 +212,7 @@ def _read(plan: Plan, sizes: Mapping[str, float], records: list[RoundRecord]) ->
         record.steps * batch[name] + opening * sizes[name]
         for record in records
         for name in sizes
-        if record.took_part(name)
+        if record.replied(name)
     )
 
 
