@@ -39,12 +39,13 @@ def test_the_bound_in_bits_follows_from_the_papers_quantities(build: Build) -> N
 
 
 def test_measured_bits_are_received_bytes_per_reply(build: Build) -> None:
-    # Round 4 has a refusal: 3 sites x 4 rounds less one reply, the same bytes. Round 0 sends none.
+    # Round 4 has a refusal: 3 sites x 4 rounds less one reply. Bytes of round 0 are not counted.
     folder = ldp(build(SITES, refused={"b": "budget"}))
     run = read_run(folder)
     found = rates(run)
     assert not isinstance(found, str)
-    measured = 8 * run.bytes_up / (len(SITES) * ROUNDS - 1) / D
+    sent = sum(record.bytes_up for record in run.records[1:])
+    measured = 8 * sent / (len(SITES) * ROUNDS - 1) / D
     assert coordinate(found.table.rows[0]) == pytest.approx(measured, rel=1e-3)
 
 
@@ -100,11 +101,22 @@ def test_bits_a_coordinate_are_those_of_all_messages(build: Build) -> None:
     run = read_run(folder)
     found = wire(run)
     assert not isinstance(found, str)
-    down, up = run.bytes_down, run.bytes_up
+    down, up = (sum(getattr(r, f"bytes_{way}") for r in run.records[1:]) for way in ("down", "up"))
     asked = len(SITES) * ROUNDS
     assert len(found.table.rows) == 2
     assert coordinate(found.table.rows[0]) == pytest.approx(8 * up / D / (asked - 1), rel=1e-3)
     assert coordinate(found.table.rows[1]) == pytest.approx(8 * down / D / asked, rel=1e-3)
+
+
+def test_messages_of_evaluations_are_in_no_bits_a_coordinate(build: Build) -> None:
+    """Of rounds that are alike, one has an evaluation and takes more bytes."""
+    folder = ldp(build(SITES))
+    before = [found(read_run(folder)).table.rows[0][1:3] for found in (rates, wire)]
+    *lines, last = (folder / "rounds.jsonl").read_text().splitlines()
+    more = {"evaluation": {"a": {"hits": [1.0]}}, "bytes_up": 10**6, "bytes_down": 10**6}
+    changed = json.dumps({**json.loads(last), **more})
+    (folder / "rounds.jsonl").write_text("\n".join([*lines, changed, ""]))
+    assert [found(read_run(folder)).table.rows[0][1:3] for found in (rates, wire)] == before
 
 
 @pytest.mark.parametrize(

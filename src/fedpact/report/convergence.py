@@ -11,6 +11,7 @@ from typing import Any
 
 from fedpact.algorithms.wrappers.compression import UNITS_DOWN
 from fedpact.common.format import number, size, span
+from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import TextTable
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION, rounded_entropy
 from fedpact.report.run_summary import RunSummary, SitePrivacy
@@ -29,7 +30,7 @@ _BOUND = (
     "clipped gradient plus Gaussian noise has more, whatever the records. It counts nats in the "
     "gradient's own unit and can be negative. Values written to a step s take about "
     "(R - d ln s)/ln 2 bits with the best code for their law; the run's own code writes a fixed "
-    "number of bits. It says nothing about privacy."
+    "number of bits. Bytes are those of rounds without an evaluation. R says nothing about privacy."
 )
 _CLIPPED_RECORDS = (
     "The paper clips the batch's mean. This run clips each record's gradient and "
@@ -67,7 +68,8 @@ def rates(run: RunSummary) -> WireTable | str:
     if why := _undefined(run):
         return why
     d = int(run.summary["model_parameters"])
-    sites, replies = run.site_privacy, _replies(run)
+    sites, rounds = run.site_privacy, _without_evaluation(run)
+    replies = _replies(run, rounds)
     total = sum(replies.values())
     bounds = {name: _bound(run, site, d) for name, site in sites.items()}
     bits = {
@@ -76,11 +78,13 @@ def rates(run: RunSummary) -> WireTable | str:
     }
     whole = math.fsum(bits[name] * count for name, count in replies.items())
     rounded = f"at most about, to a step of s = {STEP:g} deviations of the noise"
-    rows = [
-        _in_bytes("sent, as measured, including the encoding", run.bytes_up, total, d),
-        _in_bytes(rounded, whole / 8, total, d),
-        _in_nats("R, differential entropy", list(bounds.values()), d),
-    ]
+    rows = [_in_nats("R, differential entropy", list(bounds.values()), d)]
+    if total:
+        sent = sum(record.bytes_up for record in rounds)
+        rows[:0] = [
+            _in_bytes("sent, as measured, including the encoding", sent, total, d),
+            _in_bytes(rounded, whole / 8, total, d),
+        ]
     mechanism = str(run.privacy["mechanism"])
     notes = [_BOUND, _MECHANISM[mechanism]]
     if mechanism == "batch_clipped":
@@ -109,14 +113,19 @@ def _undefined(run: RunSummary) -> str:
         return (
             "No rate bound: for clipped records it needs their exact number, and sizes are noisy."
         )
-    if not run.summary.get("model_parameters") or not sum(_replies(run).values()):
+    if not run.summary.get("model_parameters") or not sum(_replies(run, run.records).values()):
         return "No rate bound yet: the run has not ended, or no site has replied."
     return ""
 
 
-def _replies(run: RunSummary) -> dict[str, int]:
-    """Return the number of replies of each site."""
-    return {name: sum(r.replied(name) for r in run.records) for name in run.site_privacy}
+def _replies(run: RunSummary, rounds: Sequence[RoundRecord]) -> dict[str, int]:
+    """Return the number of replies of each site in these rounds."""
+    return {name: sum(r.replied(name) for r in rounds) for name in run.sites}
+
+
+def _without_evaluation(run: RunSummary) -> list[RoundRecord]:
+    """Return the rounds whose bytes are those of training alone."""
+    return [r for r in run.records if r.round and not (r.evaluation or r.unevaluated)]
 
 
 def _deviation(run: RunSummary, site: SitePrivacy) -> float:
@@ -145,7 +154,7 @@ def _in_nats(name: str, values: Sequence[float], d: int) -> _Row:
 
 _WHAT = (
     "Bytes of the messages as encoded, with names, numbers and signatures' fields around the "
-    "vectors, over the model's d = {d:,} coordinates."
+    "vectors, over the model's d = {d:,} coordinates, in rounds without an evaluation."
 )
 _ENTROPY = (
     "An entropy is that of normal noise alone, rounded to the grid: no code for it takes fewer "
@@ -157,16 +166,19 @@ _ENTROPY = (
 def wire(run: RunSummary) -> WireTable | str:
     """Return the table of bits per coordinate, or why there is none."""
     d = int(run.summary.get("model_parameters") or 0)
-    sites, rounds = len(run.sites), [record for record in run.records if record.round]
+    sites, rounds = len(run.sites), _without_evaluation(run)
     asked = sum(len(record.asked) or sites for record in rounds)
-    replies = sum(record.replied(name) for record in rounds for name in run.sites)
+    replies = sum(_replies(run, rounds).values())
     if not (d and replies > 0):
-        return "No bits a coordinate yet: the run has not ended, or no site has replied."
-    down, up = run.bytes_down, run.bytes_up
+        return (
+            "No bits a coordinate yet: the run has not ended, no site has replied, or each round "
+            "has an evaluation, whose messages are among its bytes."
+        )
+    down, up = sum(r.bytes_down for r in rounds), sum(r.bytes_up for r in rounds)
     rows = [_in_bytes("from the sites, as measured", up, replies, d)]
     if run.plan.get("compression", {}).get("kind") != "grid":
         rows.append(_in_bytes("to the sites, as measured", down, asked, d))
-    elif later := rounds[1:]:
+    elif later := [record for record in rounds if record.round > 1]:
         # In the first round every site already has the model.
         told = sum(record.bytes_down for record in later)
         name = "to the sites, as measured after the first round"
