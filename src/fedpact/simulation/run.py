@@ -327,7 +327,8 @@ def check_there(ledgers: Iterable[Path]) -> None:
         if not path.is_file() or not path.stat().st_size:
             raise LedgerError(
                 f"ledger {path} is {'empty' if path.is_file() else 'missing'}, and the run has "
-                "started: restore it from a backup. Without it, what its site has spent is "
+                "started: restore it from a backup, or, if run.ledgers is a relative path, give "
+                "the command where the run was started. Without it, what its site has spent is "
                 "unknown; nothing was changed"
             )
 
