@@ -18,7 +18,7 @@ Differs   SGD steps for the head, where the paper's theory solves for it. A grad
           whole, and its other part is discarded. Weights p_i.
 
 FedPer, which trains both parts at once, is fedavg with [local] head. A site's model is (φ, h_i); w
-itself is not used. The head has to be the size of the model's last tensors.
+itself is not used. Set the head to the size of the model's last layer: no default fits all models.
 """
 
 import torch

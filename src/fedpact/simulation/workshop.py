@@ -145,7 +145,9 @@ class TrainingSetup:
         """
         plan = self.plan
         module = self._drawn(plan.seed)
-        check_head(module, plan.head, "local.head" if plan.local.head else "settings.head")
+        if "head" in plan.settings:
+            check_head(module, plan.head, "settings.head")
+        check_head(module, plan.local.head)
         if self.start is not None:
             fill(module, self.start)
         return module
