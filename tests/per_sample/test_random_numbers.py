@@ -1,6 +1,7 @@
 """Random numbers of a pass, as dropout's: by the step's key and the record itself, alone."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tests.spread import spread
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fedpact import per_sample
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
@@ -17,6 +19,7 @@ from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
+from fedpact.per_sample.tracing import keyed_draws
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, drawing, drawn, expected
 
@@ -330,3 +333,50 @@ def test_each_step_of_a_run_has_its_own_number():
     assert draws.number(0) != draws.number(1)
     secure = SecureDraws()
     assert len({secure.number(0) for _ in range(8)}) == 8
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(5, 4, 2, batch_first=True, dropout=RATE)
+
+    def forward(self, x):
+        return self.layer(x.unsqueeze(1))[0][:, -1]
+
+
+def works_alone():
+    cuda = torch.backends.cuda
+    fused = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    return any(fused), torch.backends.cudnn.enabled
+
+
+@pytest.mark.parametrize(("module", "cudnn"), [(lambda: Net(attention), True), (Recurrent, False)])
+def test_a_gpu_draws_where_it_is_seen(module, cudnn, records, monkeypatch):
+    """A GPU's fused attention and cuDNN's recurrent layers, which draw inside, are not used."""
+    seen = list[tuple[bool, bool]]()
+
+    class Watched(keyed_draws.KeyedDraws):
+        def __torch_dispatch__(self, *args, **kwargs):
+            seen.append(works_alone())
+            return super().__torch_dispatch__(*args, **kwargs)
+
+    before = works_alone()
+    for place in (keyed_draws, per_sample.kernel):
+        monkeypatch.setattr(place, "KeyedDraws", Watched)
+    monkeypatch.setattr(keyed_draws, "on_cpu", lambda tensor: False)
+    model = FlatModel(module().double())
+    private, plain = PerSampleKernel(model, cross_entropy), PlainKernel(model, cross_entropy)
+    for run in (private.verify, private.losses, plain.losses, private.norms):
+        seen.clear()
+        run(*records)
+        assert set(seen) == {(False, cudnn)}
+        assert works_alone() == before
+
+
+@pytest.mark.parametrize("rate", [0.0, RATE])
+def test_cudnn_may_do_what_draws_nothing(rate):
+    x, h = torch.empty(5, 2, 3, device="meta"), torch.empty(1, 2, 4, device="meta")
+    weights = [torch.empty(size, device="meta") for size in ((16, 3), (16, 4), (16,), (16,))]
+    settings = 2, 4, 0, 1, False, rate, True, False, [], None
+    with keyed_draws.KeyedDraws(None), pytest.raises(ModelError) if rate else nullcontext():
+        assert torch.ops.aten._cudnn_rnn(x, weights, 4, None, h, h, *settings)[0].shape == (5, 2, 4)

@@ -7,8 +7,8 @@ graph    operations that are known to keep records apart, as they were traced (g
 records  each record by itself (per_record)
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final
@@ -31,7 +31,7 @@ from fedpact.per_sample.per_record import Alone
 from fedpact.per_sample.share import Space
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
-from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing
+from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing, seen_draws
 
 WAYS: Final = {
     "dense": "The model is a sequence of dense layers, each of which maps records one by one.",
@@ -210,12 +210,15 @@ class Passes:
         with fewer_digits(self._model), self._drawing(way, x, y):
             return way.run(x, y, held=held)
 
-    def _drawing(self, way: _Way, x: Tensor, y: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def _drawing(self, way: _Way, x: Tensor, y: Tensor) -> Generator[None]:
         """Let a way draw the random numbers of the records x, y at this step."""
         if not way.draws:
-            return nullcontext()
+            yield
+            return
         numbers = PassNumbers.of_records(self.seed, x, y, leading=isinstance(way, Alone))
-        return drawing(numbers)
+        with seen_draws(self._model), drawing(numbers):
+            yield
 
     def _traced(self, x: Tensor, y: Tensor) -> _Way:
         """The way of records of this form, for a model in this state of training."""

@@ -22,7 +22,12 @@ from fedpact.per_sample.gradients import Made
 from fedpact.per_sample.norms import wide
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.export import Untraceable
-from fedpact.per_sample.tracing.keyed_draws import PassNumbers, drawing, numbers_at_hand
+from fedpact.per_sample.tracing.keyed_draws import (
+    PassNumbers,
+    drawing,
+    numbers_at_hand,
+    seen_draws,
+)
 from fedpact.per_sample.tracing.program import Program
 from fedpact.per_sample.tracing.record_safety import own_tables
 from fedpact.per_sample.tracing.trace_context import for_vmap
@@ -92,7 +97,8 @@ class Alone:
             return False
         x, y = (v.new_zeros((self.step, *v.shape[1:])) for v in (x, y))
         draws = self._one.draws
-        with drawing(PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None):
+        numbers = PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None
+        with seen_draws(self._model), drawing(numbers):
             why = _error(self._vmapped, x, y)
         # An error at zeros that the loop raises too comes from the model, not from vmap. vmap never
         # takes a data-dependent size, as of x[x > 0], nor draws that belong to no known record.

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact.common.errors import ModelError
+from fedpact.common.params import FlatModel, on_cpu
 from fedpact.per_sample.tracing.batch_rules import Where
 
 Seed = Callable[[], int]
@@ -248,12 +250,13 @@ class KeyedDraws(TorchDispatchMode):
 
 
 def _rate(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> float:
-    """The rate at which attention drops; 1 for an operation that has none."""
+    """The rate at which attention or a recurrent layer drops; 1 for an operation without one."""
     arguments = func._schema.arguments
-    place = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
+    names = "dropout_p", "dropout"
+    place = next((i for i, a in enumerate(arguments) if a.name in names), None)
     if place is None:
         return 1.0
-    given = args[place] if place < len(args) else named.get("dropout_p")
+    given = args[place] if place < len(args) else named.get(arguments[place].name)
     return arguments[place].default_value if given is None else given
 
 
@@ -265,6 +268,27 @@ class _OfThread(threading.local):
 
 
 _own = _OfThread()
+
+
+@contextmanager
+def seen_draws(model: FlatModel) -> Generator[None]:
+    """Let a GPU compute the model by operations whose draws KeyedDraws sees.
+
+    Its fused attention and cuDNN's recurrent layers drop out by numbers of their own.
+    """
+    if on_cpu(model.vector):
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    before = cudnn.enabled
+    layers = (m for m in model.module.modules() if isinstance(m, nn.RNNBase))
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            # Convolutions are slow without cuDNN.
+            cudnn.enabled = before and not any(layer.dropout for layer in layers)
+            yield
+    finally:
+        cudnn.enabled = before
 
 
 @contextmanager
