@@ -17,10 +17,12 @@ from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.report.page import write_report
+from fedpact.simulation import setup
 from fedpact.simulation import simulate as simulation
 from fedpact.simulation.evaluation import Evaluator
 from fedpact.simulation.simulate import simulate
 from fedpact.simulation.threads import InProcess
+from fedpact.simulation.workshop import TrainingSetup
 
 SMALL = {
     "rounds": 5,
@@ -471,6 +473,22 @@ def test_a_ledger_that_a_power_failure_shortened_is_not_believed(tmp_path):
         simulate(plan(), tmp_path / "run")
     ledger.write_bytes(b"".join(lines))
     assert simulate(plan(), tmp_path / "run").records[-1].round == 5
+
+
+def test_a_model_is_tried_on_the_device_before_writing(tmp_path, monkeypatch):
+    """In training a model that fails there would fail at every record, which hides it."""
+    bench = TrainingSetup.bench
+
+    def benched(self, *, check=False):
+        if self.device == "cuda":
+            raise ModelError(f"tried: {check}")
+        return bench(self, check=check)
+
+    monkeypatch.setattr(TrainingSetup, "bench", benched)
+    monkeypatch.setattr(setup, "device_of", lambda *_: None)
+    with pytest.raises(ModelError, match="tried: True"):
+        simulate(plan(run={"device": "cuda"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_missing_device_is_refused_before_writing(tmp_path):

@@ -106,7 +106,8 @@ class SimulationSetup:
         held_out = any(len(site.y_held) for site in sites)
         check_public(plan.budget.early, plan.private, scene.form, test=public, held=held_out)
         device_of(plan.run.device, plan.run.precision)
-        scene.workshop.bench()
+        # A model may fail on a GPU only, as where its code makes a tensor on the CPU.
+        scene.workshop.on(plan.run.device).bench(check=plan.run.device != "cpu")
         check_shares(plan, terms, workshop.size)
         check_grid(terms.values())
         advise_of_loud(raw.name, ((one.columns, one.size) for one in terms.values()))
