@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedpact
+from fedpact.api import with_own
 from fedpact.common.errors import DataError, ModelError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.plan import Plan
+from fedpact.simulation.workshop import TrainingSetup
 
 MODES = pytest.mark.parametrize("mode", ["per_sample", "none"])
 RNG = np.random.default_rng(0)
@@ -114,6 +117,18 @@ def test_empty_images_have_the_gradient_that_they_have():
 def test_a_loss_may_contain_constants(tmp_path, mode):
     loss = nn.CrossEntropyLoss(reduction="none", weight=torch.tensor([1.0, 3.0]))
     assert run(tmp_path, lambda s, k: nn.Linear(6, k), NUMBERS, mode, loss=loss).records[-1].loss
+
+
+def test_what_is_moved_to_a_gpu_is_not_what_others_hold():
+    """A loss has constants there too, and a layer that several models hold stays on the CPU."""
+    loss = nn.CrossEntropyLoss(reduction="none", weight=torch.tensor([1.0, 3.0]))
+    frozen = nn.Linear(6, 6).requires_grad_(False)
+    model = lambda shape, classes: nn.Sequential(frozen, nn.Linear(6, 2))  # noqa: E731
+    plan, _ = with_own(Plan.parse({"privacy": {"mode": "none"}}), model=model, loss=loss)
+    there = TrainingSetup(plan, torch.zeros(6), 2).on("meta")
+    x, y = (value.to("meta") for value in there.make_dummy_records())
+    assert there.bench().kernel.losses(x, y).device.type == "meta"
+    assert {frozen.weight.device.type, loss.weight.device.type} == {"cpu"}
 
 
 def test_a_model_and_its_loss_may_call_their_numbers_alike():

@@ -45,9 +45,10 @@ class Evaluator:
     ) -> None:
         self._scene, self._charged, self._remembered = scene, charged, remembered
         self._device = torch.device(scene.plan.run.device)
-        self._loss = scene.workshop.loss
+        workshop = scene.workshop.on(scene.plan.run.device)
+        self._loss = workshop.loss
         self._measures = scene.plan.task.measures(len(scene.dataset.classes))
-        self._model = FlatModel(scene.workshop.module().to(self._device))
+        self._model = FlatModel(workshop.moved(workshop.module()))
         # Workers are idle during an evaluation, so it may use all threads.
         self._threads = torch.get_num_threads()
         # id of records -> records and labels on the device.

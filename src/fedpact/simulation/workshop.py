@@ -1,11 +1,12 @@
 """Building a party's model and kernel from the plan and the public form of a record."""
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -159,8 +160,13 @@ class TrainingSetup:
 
     @cached_property
     def loss(self) -> Loss:
-        """The plan's loss per record."""
-        return self.plan.task.per_record(self.classes)
+        """The plan's loss per record, on the device."""
+        loss = self.plan.task.per_record(self.classes)
+        return cast(Loss, self.moved(loss)) if isinstance(loss, nn.Module) else loss
+
+    def moved(self, module: nn.Module) -> nn.Module:
+        """Return a module on the device; on a GPU a copy, as others may hold its layers too."""
+        return module if self.device == "cpu" else copy.deepcopy(module).to(self.device)
 
     def bench(self, *, check: bool = False) -> Worker:
         """Return a kernel of the plan's kind; `check` tries the model on dummy records first.
@@ -174,7 +180,7 @@ class TrainingSetup:
         mode, module, views = self.plan.privacy.mode, self.module(), self.plan.views
         if views.used:
             module = Views(module, views, tuple(self.example.shape))
-        model = FlatModel(module.to(self.device), self.plan.run.precision)
+        model = FlatModel(self.moved(module), self.plan.run.precision)
         if check and self.plan.task.loss is not None:
             tried = self.plan.task.loss, self.loss, model.module, *self.make_dummy_records()
             check_loss(*tried, finite=mode != "none")
