@@ -1,6 +1,6 @@
 """NbAFL, Adap DP-FL and PEDPFL: what each does beside its parent, by hand on one site."""
 
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -83,3 +83,24 @@ def test_pedpfl_takes_the_second_gradient_uphill():
     expected = w - RATE * clipped(bed, w + 0.3 * g / g.norm())
     torch.testing.assert_close(local.vectors["w"], expected, rtol=0, atol=1e-9)
     assert float((expected - (w - RATE * clipped(bed, w))).norm()) > 1e-3
+
+
+def test_pedpfl_reads_no_number_in_its_steps():
+    """The meta device has none, and a GPU would have to be waited for."""
+    w = torch.ones(4, device="meta")
+    batch = SimpleNamespace(gradient=lambda at: at + 1)
+    oracle = SimpleNamespace(batches=lambda count, _: [batch] * count)
+    method = Method("pedpfl", algorithms.load("pedpfl").Settings(local_steps=3))
+    local = method.local(Task("run", 1, "pedpfl", {"w": w}, {}), oracle, State())
+    assert local.vectors["w"].device == w.device
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.3])
+def test_pedpfl_stays_where_nothing_leads_uphill(rho):
+    """A gradient of zeros has no direction, and 0/0 is no number."""
+    batch = SimpleNamespace(gradient=torch.zeros_like)
+    oracle = SimpleNamespace(batches=lambda count, _: [batch] * count)
+    method = Method("pedpfl", algorithms.load("pedpfl").Settings(perturbation=rho))
+    w = torch.ones(4)
+    local = method.local(Task("run", 1, "pedpfl", {"w": w}, {}), oracle, State())
+    assert torch.equal(local.vectors["w"], w)

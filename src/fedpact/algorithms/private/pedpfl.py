@@ -50,7 +50,8 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     for batch in oracle.batches(round_steps(task, settings.local_steps), "gradient"):
         g = batch.gradient(beside)
         w = torch.add(w, g, alpha=-settings.learning_rate)
-        length = float(g.double().square().sum().sqrt())
-        scale = settings.perturbation / length if length > 0 else 0.0
-        beside = torch.add(w, g, alpha=scale) if scale else w
+        length = g.double().square().sum().sqrt()
+        # Read by no host, which would wait for a GPU at every step.
+        scale = torch.where(length > 0, settings.perturbation / length, 0)
+        beside = w + scale.to(g.dtype) * g
     return Local({"w": w})
