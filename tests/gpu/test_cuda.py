@@ -30,6 +30,11 @@ pytestmark = [
 CARD = "cuda"
 
 
+def said(caplog):
+    """What fedpact has logged; torch's tracer logs each of its own steps."""
+    return [record for record in caplog.records if record.name == "fedpact"]
+
+
 @pytest.mark.parametrize("way", ["graph", "records"])
 @pytest.mark.parametrize("name", ["logistic", "mlp", "cnn", "cnn_padded"])
 def test_the_kernels_sums_are_those_of_the_cpu(reference, name, way):
@@ -95,7 +100,7 @@ def test_a_step_waits_for_nothing(reference, name, secure, way, request, caplog)
     request.getfixturevalue("nobody_waits")
     for batch in oracle.batches(2, "gradient"):
         w -= 0.1 * batch.gradient(w)
-    assert not caplog.messages  # of what cannot be captured
+    assert not said(caplog)  # of what cannot be captured
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -115,7 +120,7 @@ def test_captured_sums_are_those_of_the_cpu(name, caplog):
         assert float((found.cpu() - expected).norm()) <= 1e-8 * float(expected.norm())
         here.model.vector -= 0.1 * expected
         there.model.vector -= 0.1 * found
-    assert not caplog.messages
+    assert not said(caplog)
 
 
 def test_a_pass_is_as_long_as_fits():
