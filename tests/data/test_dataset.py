@@ -394,7 +394,7 @@ def test_a_list_of_pairs_is_an_error_that_says_what_to_pass():
         from_python(pairs, PlanRecords())
 
 
-@pytest.mark.parametrize("classes", [["1", "0"], ["1", "2", "3"]])
+@pytest.mark.parametrize("classes", [["1", "0"], ["1", "2", "3"], ["-1", "1"], ["0", "2"]])
 def test_numbers_that_name_other_classes_are_asked_about(classes):
     y = np.array([int(name) for name in classes] * 4)
     with pytest.raises(DataError, match=r'may mean two: set labels = "names" or "numbers"'):

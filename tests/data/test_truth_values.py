@@ -11,7 +11,7 @@ from torch import nn
 import fedpact
 from fedpact.common.errors import DataError
 from fedpact.data.dataset import RecordFilter
-from fedpact.data.load import from_arrays, from_python, load_dataset
+from fedpact.data.load import from_python, load_dataset
 from fedpact.data.schema import Column, PlanRecords, RecordForm
 from fedpact.data.targets import class_numbers, persons_of
 
@@ -261,17 +261,6 @@ def test_bytes_name_a_declared_class_not_a_position():
     found = class_numbers([b"yes", "yes", b"no"], ("no", "yes"), None, "ill", sieve)
     assert found.tolist() == [1, 1, 0]
     assert sieve.good.all()
-
-
-@pytest.mark.parametrize("classes", [("-1", "1"), ("10", "20"), ("0", "2")])
-@pytest.mark.parametrize("kind", [int, float])
-def test_a_number_that_is_no_place_is_a_name(classes, kind):
-    """Labels -1 and 1 were read as the places 1 alone, so that one class was left."""
-    names = np.array([kind(name) for name in classes] * 2)
-    places = np.array([0, 1] * 2, kind)
-    for labels in (names, places):
-        found = from_arrays(torch.eye(4), labels, classes=classes)
-        assert found.y.tolist() == [0, 1, 0, 1]
 
 
 def test_a_spreadsheet_error_is_neither_class_nor_site():

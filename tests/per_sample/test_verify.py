@@ -360,7 +360,12 @@ def test_verify_says_in_the_log_that_it_is_at_work(reference, monkeypatch, caplo
         return x
 
     monkeypatch.setattr(independence, "_PATIENCE", 0.0)
-    monkeypatch.setattr(caplog.handler, "emit", lambda record: said.set())
+
+    def heard(record):
+        if "is tried on made-up records" in record.getMessage():
+            said.set()
+
+    monkeypatch.setattr(caplog.handler, "emit", heard)
     with caplog.at_level("INFO", "fedpact"):
         kernel = PerSampleKernel(FlatModel(Apply(after=slow).double()), squared_error)
         kernel.verify(reference.data(3, 4), reference.data(3, 4, seed=1))

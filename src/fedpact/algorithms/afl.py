@@ -70,21 +70,20 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    grown, sizes, total = dict[str, float](), dict[str, float](), 0.0
+    grown, sizes = dict[str, float](), dict[str, float]()
 
     def weighed() -> Iterator[Reply]:
-        nonlocal total
         for reply in replies:
             key = _SCORE + reply.site
             score = state.numbers.get(key, 0.0)
-            total += (weight := reply.weight * exp(score))
-            yield replace(reply, weight=weight)
+            yield replace(reply, weight=reply.weight * exp(score))
             # In this order NaN becomes the least.
             loss = min(max(-_MOST_LOSS, reply.numbers["loss"]), _MOST_LOSS)
             grown[key], sizes[key] = score + settings.mixture_rate * loss, reply.weight
 
     mean = weighted_mean(weighed())
-    # Only differences matter; these sites' weights add up to `total` again.
+    # Only differences matter; these sites' weights add up to what they did before.
+    total = sum(sizes[k] * exp(state.numbers.get(k, 0.0)) for k in grown)
     largest = max(grown.values())
     excess = largest + log(sum(sizes[k] * exp(grown[k] - largest) for k in grown) / total)
     kept = {key: max(score - excess, _LOWEST_SCORE) for key, score in grown.items()}

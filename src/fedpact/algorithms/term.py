@@ -66,8 +66,9 @@ def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
 
 
 def _tilted(replies: Iterable[Reply], tilt: float) -> Iterator[Reply]:
-    """Yield the replies with weights N_i exp(t (F_i - F)), F the first one's: exp is then finite
-    however large all losses are."""
+    """Yield the replies with weights N_i exp(t (F_i - F)), F the first one's, so that exp is finite
+    however large all losses are. A difference t (F_i - F) beyond 600 counts as 600.
+    """
     first = None
     for reply in replies:
         # In this order NaN becomes the least.

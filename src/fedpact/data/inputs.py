@@ -441,7 +441,7 @@ def _array(cell: Any) -> np.ndarray | None:
             cell = Image.open(BytesIO(cell["bytes"]))
         if getattr(cell, "mode", "") in ("1", "P"):
             # Whose numbers are truth values, or places in a palette.
-            cell = cell.convert("L" if cell.mode == "1" else None)
+            cell = cell.convert("L" if cell.mode == "1" else "RGB")
         found = np.asarray(cell)
         # None among numbers is a missing value; as text it would turn all records into text.
         found = found if found.dtype.kind in "biuf" else found.astype(np.float64)

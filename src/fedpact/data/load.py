@@ -153,7 +153,7 @@ def from_arrays(
     """Return a data set from arrays or tensors x [n, ...] and y [n].
 
     x: 64- and 32-bit integers stay integers (tokens); everything else becomes float32.
-    y: integers are class numbers from 0, or names if no class has that number; strings are names.
+    y: integers are class numbers from 0; strings are class names.
     classes: the classes' names in order; default: "0".."largest label" for integers, and the
     strings of y and of the test labels, sorted.
     site: each record's site. person: each record's person; a record without one is left out.

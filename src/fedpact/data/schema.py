@@ -197,8 +197,8 @@ class RecordForm(ValueRange):
     that of the longest, in a simulation; a deployment has it in the records' shape."""
     labels: Literal["numbers", "names"] | None = None
     """Of arrays, "numbers" for the classes' places from 0, "names" for their names. Left out,
-    numbers are places, or else names, and text is names; it has to be given where a class's name
-    is the number of another. Tables have names."""
+    numbers are places and text is names; it has to be given where a class's name is another number
+    than its place. Tables have names."""
     features: list[str] | None = Field(default=None, min_length=1)
     """Of a table the columns that a record is made of, in this order."""
     drop: list[str] = Field(default_factory=list[str])

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from decimal import Decimal
 from functools import cache
 from typing import Any, Final, cast
 
@@ -59,13 +60,14 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
         )
     if kind == "several":
         return tuple(map(str, range(several)))
-    if not named and len({y.dtype.kind == "U" for y in labels}) > 1:
+    texts = [y for y in labels if not named and y.dtype.kind == "U"]
+    if texts and len(texts) < len(labels) and not all(map(_is_whole, texts[0].flat)):
         raise DataError(
             f"data set {name}: the training labels are of type {labels[0].dtype}, and the test "
             f"labels of {labels[1].dtype}: expected names of classes in both, or numbers in both; "
             "or name the classes as records.classes, whose places numbers then are"
         )
-    if named or labels[0].dtype.kind == "U":
+    if named or texts:
         pairs = [
             (text_of(label), good or not named)
             for table, y in zip(tables, labels, strict=True)
@@ -101,6 +103,10 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
     return tuple(map(str, range(max(largest, 0) + 1)))
 
 
+def _is_whole(text: Any) -> bool:
+    return re.fullmatch(r"[0-9]+", cells.without_decimal_zeros(str(text))) is not None
+
+
 def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes sorted, by size if they are numbers. Raises DataError."""
     given = [label.strip() for label in labels]
@@ -125,7 +131,7 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
             "records out, or name the classes without it as records.classes, and they are left out"
         )
     _check_classes(name, numbers, len(given), REGRESSION)
-    _warn_of_alike(name, cells.alike_names(whole, float))
+    _warn_of_alike(name, cells.alike_names(whole, Decimal))
     return tuple(name for _, name in sorted(zip(numbers, whole, strict=True)))
 
 
@@ -268,8 +274,7 @@ def class_numbers(
 ) -> np.ndarray:
     """Return each record's index in classes, int64 [n]; faults are added to the sieve.
 
-    how: "numbers", "names", or None: a number is an index, or else a name, and text a name, or else
-    an index.
+    how: "numbers", "names", or None: numbers are indices; text is a name, or else an index.
     """
     place = {name: k for k, name in enumerate(classes)}
     # 1 is true wherever a truth value stood beside it, or may have, and not the second class.
@@ -284,8 +289,6 @@ def class_numbers(
             number = int(label) if isinstance(label, bool | np.bool_) else text_of(label)
             number = {"true": 1, "false": 0}.get(str(number).lower(), number)
             k = _place_of(cells.without_decimal_zeros(str(number)), len(classes))
-        if k < 0 and how is None:
-            k = place.get(text_of(label), -1)
         if cells.beyond_floats(label):
             why = "is a number from 2^53 on: write such names as text"
             sieve.leave_out(row, column, why, label)
@@ -323,8 +326,16 @@ def _check_length(names: Any, sieve: RecordFilter, role: str) -> None:
 
 
 def ambiguous(classes: Sequence[str]) -> bool:
-    """Whether a class's name is the index of another, such as "1" for the first, index 0."""
-    return any(_place_of(name, len(classes)) not in (-1, k) for k, name in enumerate(classes))
+    """Whether a class's name is a number other than its index, such as "1" for index 0."""
+    return any(_is_other(name, k) for k, name in enumerate(classes))
+
+
+def _is_other(name: str, k: int) -> bool:
+    try:
+        # Larger ones are only text: as numbers they are left out.
+        return (number := float(name)) != k and abs(number) < 2**53
+    except ValueError:
+        return False
 
 
 def check_ambiguous(
@@ -338,10 +349,11 @@ def check_ambiguous(
 
 
 def two_meanings(data: str, classes: Sequence[str], file: str) -> DataError:
-    """Return the error for classes that are named by other classes' numbers."""
+    """Return the error for classes that are named by numbers other than their places."""
     return DataError(
-        f"{data}: the classes {', '.join(classes)} are named by other classes' numbers, so a label "
-        f'in an array may mean two: set labels = "names" or "numbers" in [records] of {file}'
+        f"{data}: the classes {', '.join(classes)} are named by numbers other than their places, "
+        'so a label in an array may mean two: set labels = "names" or "numbers" in [records] of '
+        f"{file}"
     )
 
 

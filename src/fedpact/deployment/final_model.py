@@ -113,7 +113,8 @@ class FinalModel:
         folder.path.mkdir(exist_ok=True)
         # The model is written last: once it exists, the other files do. That of an earlier run goes
         # first, or a site that is killed in between would take it for this run's.
-        (folder.path / "model.safetensors").unlink(missing_ok=True)
+        if read_json_table(folder.path / "summary.json").get("run") != of.run:
+            (folder.path / "model.safetensors").unlink(missing_ok=True)
         folder.write_json("plan.json", self.files.plan.document())
         given = RecordedForm(of.shape, of.values, of.classes, of.columns(self.files.plan))
         stage, w = of.stage(self.files.plan, self.files.directory), FlatModel(module).vector
@@ -129,7 +130,7 @@ def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:
     folder = Folder(directory / RUN)
     if not (folder.path / "model.safetensors").exists():
         return None
-    found = folder.read_json("summary.json")
+    found = read_json_table(folder.path / "summary.json")
     return found if found.get("run") == run else None
 
 

@@ -238,7 +238,7 @@ class Coordinator:
         sizes = {name: terms.size for name, terms in self.terms.items()}
         done = finish(self.folder, self.plan, self.terms, sizes, self.module(), self.form, *ended)
         hand_over(self.folder, of.run, at, plain)
-        # After an early end the summary has the reserved ε.
+        # After an early end what counts is the summary's ε, the reserved one if releases ended it.
         early = may_end_early(self.plan, done["rounds"])
         shown = done if early else {**done, "epsilon": evaluator.priced()}
         _log.info("%s", describe_ending(of.run, self.plan, shown, self.folder.path))

@@ -382,13 +382,14 @@ class Site:
             # Two sums of one attempt would differ only by this site's shares.
             return self._refusal(task, "attempt")
         self.take_part()
-        if task.algorithm != EVALUATION:
-            # Before room is taken, which the next write gives back; and before the transaction, in
-            # which a write of many pages would lock the store for as long as the site computes.
-            self._client.settle(task)
-        before = self.ledger.length
+        before, files = self.ledger.length, (self._store, self._witness.path, self.ledger.path)
         try:
-            with room(task, self._store, self._witness.path, self.ledger.path):
+            if task.algorithm != EVALUATION:
+                # A write gives the room back, so it is taken again; and in the transaction, one of
+                # many pages would lock the store for as long as the site computes.
+                with room(task, *files):
+                    self._client.settle(task)
+            with room(task, *files):
                 return self._charged(task)
         except Exception as error:  # any error: the charge has no reply
             if self.ledger.length > before:

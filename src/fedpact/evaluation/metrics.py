@@ -316,12 +316,12 @@ def _log_odds(outputs: Tensor, y: Tensor) -> Tensor:
 
 def area(outputs: Tensor, y: Tensor) -> float:
     """Return the area under the ROC curve; for several classes or labels, the mean over those that
-    occur. NaN if a score is not finite.
+    occur. NaN if a score is NaN or +∞.
 
     By ranks (Mann and Whitney) of the log-odds, which do not saturate; equal ones count half.
     """
     outputs, y = _labelled(outputs, y)
-    if not outputs.isfinite().all():
+    if outputs.isnan().any() or (outputs == math.inf).any():
         return math.nan
     there = _there(y, outputs.shape[1])
     found = [_area(s, t) for s, t in zip(_log_odds(outputs, y).T, there.T, strict=True)]

@@ -354,10 +354,12 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
         # Its own initial weights and features are in its model, too.
         before = [(plan.get(t) or {}).get("trained_on") for t in ("initial", "features")]
         others = f", given {summary['condition']}" * bool(summary.get("condition"))
-        # Records that were held out pay for evaluations, which may have ended the run.
-        held = summary["evaluation"] or {"epsilon_spent": {}, "delta": 0.0}
-        cost = max([*spent.values(), *held["epsilon_spent"].values()])
-        delta = max([*deltas.values(), held["delta"]])
+        # Records that were held out pay for evaluations, which may have ended the run; those whose
+        # answers were all lost may have been charged.
+        held = json.loads((run / "privacy.json").read_bytes())["evaluation"] or {}
+        found = summary["evaluation"] or {"epsilon_spent": {"": held.get("epsilon_reserved", 0.0)}}
+        cost = max([*spent.values(), *found["epsilon_spent"].values()])
+        delta = max([*deltas.values(), held.get("delta", 0.0)])
         told = (
             f"{plan['data']} by the private run {run.name}, which spent "
             f"ε <= {cost!r} at δ = {delta!r} per {unit}, "

@@ -162,8 +162,8 @@ class Policy(BaseModel):
         most = self.evaluation_epsilon_per_run, self.evaluation_delta_per_run
         if most[0] is None or most[1] is None:
             raise PolicyRefused(
-                f"evaluations at (ε, δ) = ({evaluation.budget.epsilon:g}, "
-                f"{evaluation.budget.delta:g}) are not allowed here: the site's policy has no "
+                f"evaluations at (ε, δ) = ({upper(evaluation.budget.epsilon)}, "
+                f"{upper(evaluation.budget.delta)}) are not allowed here: the site's policy has no "
                 "evaluation_epsilon_per_run and evaluation_delta_per_run"
             )
         epsilon, delta = evaluation.budget.epsilon, evaluation.budget.delta
@@ -179,8 +179,8 @@ class Policy(BaseModel):
         """Raise PolicyRefused for a run that needs more honest sites than the owner trusts."""
         if terms.honest > self.honest:
             raise PolicyRefused(
-                f"the run's ε = {terms.budget.epsilon:g} needs the noise of {terms.honest} honest "
-                f"sites (ε = {upper(terms.guarantee.alone)} without): the site's policy has "
+                f"the run's ε = {upper(terms.budget.epsilon)} needs the noise of {terms.honest} "
+                f"honest sites (ε = {upper(terms.guarantee.alone)} without): the site's policy has "
                 f"honest = {self.honest}; to allow it, the owner sets honest = {terms.honest}, "
                 "epsilon_alone_per_run and epsilon_alone_ever"
             )

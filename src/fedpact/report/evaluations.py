@@ -96,7 +96,7 @@ def why_none(run: RunSummary, named: bool = True) -> str:
         return f"{OWNERS_ONLY[:1].lower()}{OWNERS_ONLY[1:]}"
     if run.head:
         return (
-            "with local.head each site has a head of its own, so the shared part cannot be "
+            "each site has a head of its own, so the shared part cannot be "
             "evaluated; `fedpact personalise` shows a site's owner its own figures. "
             f"{DECLARE}"
         )

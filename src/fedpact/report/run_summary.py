@@ -145,7 +145,8 @@ class RunSummary:
     @property
     def head(self) -> int:
         """The number of entries at the end of w that each site keeps private, 0 for none."""
-        return int(self.plan.get("local", {}).get("head", 0))
+        settings, local = self.plan.get("settings", {}), self.plan.get("local", {})
+        return int(local.get("head", 0) or settings.get("head", 0))
 
     @property
     def drawn(self) -> bool:

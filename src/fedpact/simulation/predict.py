@@ -54,7 +54,7 @@ class RecordedForm:
 
     features: a table's columns in order, () if unknown or none. made_by: identifies the code and
     weights that compute the model's features; None before `by`. answers: those of the final model;
-    see TrainingSetup.answers.
+    see TrainingSetup.answers; None if unknown.
     """
 
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class RecordedForm:
     classes: tuple[str, ...]
     features: tuple[str, ...] = ()
     made_by: MadeBy | None = None
-    answers: tuple[float, ...] = ()
+    answers: tuple[float, ...] | None = None
 
     @property
     def example(self) -> Tensor:
@@ -92,7 +92,7 @@ class RecordedForm:
             shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
             of = raw["made_by"]
             made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
-            answers = tuple(raw.get("answers", ()))
+            answers = tuple(raw["answers"]) if "answers" in raw else None
             return RecordedForm(shape, raw["values"], classes, features, made_by, answers)
 
 

@@ -312,7 +312,7 @@ def setting(folder: Folder, scene: SimulationSetup, *, known: bool, given: bool)
                 f"{folder.path} holds a run that was started on other {name}: {_CHANGED[name]} "
                 "changed since. Restore them, or start a new run in another folder with --out"
             )
-    if not scene.workshop.answers_as(environment.get("answers", ())):
+    if not scene.workshop.answers_as(environment.get("answers")):
         raise PlanError(
             f"{folder.path} holds a run that was started with another model: the code of "
             f"{scene.plan.model}, or the weights that it begins with, have changed since. Restore "

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -165,8 +166,15 @@ class TrainingSetup:
         return cast(Loss, self.moved(loss)) if isinstance(loss, nn.Module) else loss
 
     def moved(self, module: nn.Module) -> nn.Module:
-        """Return a module on the device; on a GPU a copy, as others may hold its layers too."""
-        return module if self.device == "cpu" else copy.deepcopy(module).to(self.device)
+        """Return a module on the device; on a GPU a copy, as others may hold its layers too.
+
+        A module that cannot be copied is moved itself.
+        """
+        if self.device == "cpu":
+            return module
+        with suppress(Exception):  # as of weight_norm's tensors, a generator or a lock
+            module = copy.deepcopy(module)
+        return module.to(self.device)
 
     def bench(self, *, check: bool = False) -> Worker:
         """Return a kernel of the plan's kind; `check` tries the model on dummy records first.
@@ -313,8 +321,10 @@ class TrainingSetup:
             return ()
         return tuple(found[:: -(-len(found) // _FEW)].nan_to_num(0, 0, 0).tolist())
 
-    def answers_as(self, known: Sequence[float], module: nn.Module | None = None) -> bool:
-        """Whether a module's `answers` are the known ones, up to rounding."""
+    def answers_as(self, known: Sequence[float] | None, module: nn.Module | None = None) -> bool:
+        """Whether a module's `answers` are the known ones, up to rounding; None: none are known."""
+        if known is None:
+            return True
         now, most = self.answers(module), _ROUNDED * max(map(abs, known), default=0.0)
         return len(now) == len(known) and all(
             abs(a - b) <= most for a, b in zip(now, known, strict=True)

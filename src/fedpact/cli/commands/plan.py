@@ -127,6 +127,7 @@ def _message_bytes(scene: SimulationSetup, evaluations: int) -> tuple[int, int]:
     Compressed vectors are assumed to be noise, which is most of them. A site that did not take part
     in the previous round gets the whole model, and so does each site for each evaluation.
     """
+    from fedpact.algorithms.wrappers.base import MethodWrapper
     from fedpact.algorithms.wrappers.compression import UNITS_DOWN, Compressed
     from fedpact.common.messages import Reply, Task, encoded_length
     from fedpact.common.params import FlatModel
@@ -146,8 +147,11 @@ def _message_bytes(scene: SimulationSetup, evaluations: int) -> tuple[int, int]:
         down = {name: _coded(vector, UNITS_DOWN) for name, vector in down.items()}
     task = Task("run", 1, plan.algorithm, down, told.numbers)
     full = Task("run", 1, plan.algorithm, told.vectors, told.numbers)
-    if isinstance(method, Compressed):
-        up, scales = method.encode("w", up["w"], full)
+    inner = method
+    while isinstance(inner, MethodWrapper) and not isinstance(inner, Compressed):
+        inner = inner.inner
+    if isinstance(inner, Compressed):
+        up, scales = inner.encode("w", up["w"], full)
         numbers |= scales
     reply = Reply("run", 1, "site", 1.0, up, numbers, "0" * 64)
     rounds = plan.rounds

@@ -268,27 +268,29 @@ class _OfThread(threading.local):
 
 
 _own = _OfThread()
+_SWITCHES: Final = threading.RLock()
 
 
 @contextmanager
 def seen_draws(model: FlatModel) -> Generator[None]:
     """Let a GPU compute the model by operations whose draws KeyedDraws sees.
 
-    Its fused attention and cuDNN's recurrent layers drop out by numbers of their own.
+    Its fused attention and cuDNN's recurrent layers drop out by numbers of their own. One thread at
+    a time, as the switches are the process's.
     """
     if on_cpu(model.vector):
         yield
         return
     cudnn = torch.backends.cudnn
-    before = cudnn.enabled
     layers = (m for m in model.module.modules() if isinstance(m, nn.RNNBase))
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
+    with _SWITCHES, sdpa_kernel(SDPBackend.MATH):
+        before = cudnn.enabled
+        try:
             # Convolutions are slow without cuDNN.
             cudnn.enabled = before and not any(layer.dropout for layer in layers)
             yield
-    finally:
-        cudnn.enabled = before
+        finally:
+            cudnn.enabled = before
 
 
 @contextmanager

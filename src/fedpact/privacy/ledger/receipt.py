@@ -232,10 +232,10 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
     left = _rest(whole.epsilon, epsilon), _rest(whole.delta, delta)
     if not min(left) > 0:
         raise BudgetExhausted(
-            f"ledger {path} has reserved (ε, δ) = ({epsilon:g}, {delta:g}) for {len(runs)} runs, "
-            f"{told['adjacency']}: of ({whole.epsilon:g}, {whole.delta:g}) nothing is left for "
-            "one more; raise the budget's ε and δ, both, or ask for --joint where all events were "
-            "fixed"
+            f"ledger {path} has reserved (ε, δ) = ({upper(epsilon)}, {upper(delta)}) for "
+            f"{len(runs)} runs, {told['adjacency']}: of ({whole.epsilon:g}, "
+            f"{whole.delta:g}) nothing is left for one more; raise the budget's ε and δ, "
+            "both, or ask for --joint where all events were fixed"
         )
     return Remaining(told["site"], len(runs), epsilon, delta, Budget(*left), {}, condition, unit)
 
