@@ -15,6 +15,7 @@ from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import Reply, State, Task
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
+from fedpact.report.run_summary import read_run
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.conformance import HandFederation
 
@@ -179,6 +180,7 @@ def test_fedreps_accuracy_is_that_of_the_sites_models(tmp_path):
     hits = sum(score.accuracy * score.records for score in scores)
     assert done.summary["accuracy"] == pytest.approx(hits / sum(s.records for s in scores))
     assert (plan.head, Plan.parse({"algorithm": "fedavg"}).head) == (1290, 0)
+    assert read_run(done.folder).head == 1290
     with pytest.raises(DataError, match="each site's model has its own head"):
         fedpact.load(done.folder)
 

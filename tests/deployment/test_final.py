@@ -188,7 +188,11 @@ def test_a_site_killed_before_its_model_is_written_has_none(site_dir, monkeypatc
 
     with Site(site_dir) as site:
         w = site.plan.method.init(torch.zeros(650)).vectors["w"]
-        site.handle(Task(site.run, 5, FINAL, {"w": w}, {}, 5))
+        again = Task(site.run, 5, FINAL, {"w": w}, {}, 5)
+        site.handle(again)
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr(final_model, "write_whole", die)
+            site.handle(again)
         assert site.ending
     change(site_dir / "federation.toml", f'run = "{site.run}"', 'run = "next"')
     monkeypatch.setattr(final_model, "write_whole", die)

@@ -38,6 +38,13 @@ def test_area_and_f1_are_those_of_scikit_learn(classes):
         assert f1(outputs, y) == pytest.approx(f1_score(y, p.argmax(1), average="macro"))
 
 
+def test_a_class_that_a_model_rules_out_has_an_area():
+    outputs, y = scores(3)
+    outputs[y == 0, 2] = -math.inf
+    finite = outputs.clamp_min(-1e3)
+    assert area(outputs, y) == area(finite, y) > 0.6
+
+
 def test_of_several_labels_they_are_means_over_labels():
     outputs, _ = scores(3)
     y = (scores(3, seed=1)[0] > 0).float()

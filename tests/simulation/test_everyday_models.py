@@ -129,6 +129,9 @@ def test_what_is_moved_to_a_gpu_is_not_what_others_hold():
     x, y = (value.to("meta") for value in there.make_dummy_records())
     assert there.bench().kernel.losses(x, y).device.type == "meta"
     assert {frozen.weight.device.type, loss.weight.device.type} == {"cpu"}
+    alone = nn.Linear(6, 2)
+    alone.generator = torch.Generator()  # which cannot be copied
+    assert there.moved(alone).weight.device.type == "meta"
 
 
 def test_a_model_and_its_loss_may_call_their_numbers_alike():

@@ -226,7 +226,7 @@ def test_bytes_include_the_models_of_evaluations(tmp_path):
 
 @pytest.mark.parametrize("compression", ["none", "grid", "int8", "topk", "float16"])
 def test_bytes_are_of_those_that_take_part(tmp_path, compression):
-    of = {**PLAN, "compression": {"kind": compression}}
+    of = {**PLAN, "compression": {"kind": compression}, "server": {"average": "tail"}}
     told = forecast(SimulationSetup.of(Plan.parse(of)))["bytes"]
     summary = simulate(Plan.parse(of), tmp_path / "run").summary
     sent = summary["bytes_down"] + summary["bytes_up"]
