@@ -140,9 +140,9 @@ def _noted(found: SiteCheck) -> Generator[None]:
 
 def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
     """Add the cost of the run and of other runs on the same records."""
-    files.check_ledger()
     policy, plan, ledger = Policy.read(files.directory / "policy.toml"), files.plan, files.ledger
     found.epsilon, found.delta = terms.budget.epsilon, terms.budget.delta
+    files.check_ledger()
     once = plan.evaluation_terms
     if once is not None:
         found.evaluation = once.budget.epsilon, once.budget.delta
