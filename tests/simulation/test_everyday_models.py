@@ -131,7 +131,7 @@ def test_what_is_moved_to_a_gpu_is_not_what_others_hold():
     assert {frozen.weight.device.type, loss.weight.device.type} == {"cpu"}
     alone = nn.Linear(6, 2)
     alone.generator = torch.Generator()  # which cannot be copied
-    assert there.moved(alone).weight.device.type == "meta"
+    assert there.move(alone).weight.device.type == "meta"
 
 
 def test_a_model_and_its_loss_may_call_their_numbers_alike():

@@ -194,7 +194,7 @@ def is_missing(name: str) -> bool:
 _CONTROLS: Final = "".join(map(chr, (*range(33), *range(127, 161))))
 
 
-def shown(name: str) -> str:
+def strip_invisible(name: str) -> str:
     """Return a name without invisible characters, which copied names may have."""
     if name.isascii() and name.isprintable():
         return name
@@ -203,7 +203,7 @@ def shown(name: str) -> str:
 
 
 def alike_names(
-    names: Iterable[str], key: Callable[[str], Any] = lambda name: shown(name).casefold()
+    names: Iterable[str], key: Callable[[str], Any] = lambda name: strip_invisible(name).casefold()
 ) -> list[list[str]]:
     """Return the groups of names with one key: that differ only in case, or in what nobody sees."""
     alike = dict[Any, list[str]]()

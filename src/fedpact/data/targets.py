@@ -227,7 +227,7 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
     if isinstance(given, np.ndarray):
         # Floats keep their type, which determines above which number they round.
         given = list(given) if given.dtype.kind == "f" else cast(list[Any], given.tolist())
-    written = [cells.shown(text_of(value)) for value in given]
+    written = [cells.strip_invisible(text_of(value)) for value in given]
     for row, (name, value) in enumerate(zip(written, given, strict=True)):
         if why := _rounded(name, value):
             why += ", which may stand for several persons; give such names as text"
@@ -305,7 +305,9 @@ def read_sites(table: Table) -> list[str]:
 
     Raises DataError: another length.
     """
-    names = [cells.without_decimal_zeros(cells.shown(text_of(value))) for value in table.site]
+    names = [
+        cells.without_decimal_zeros(cells.strip_invisible(text_of(value))) for value in table.site
+    ]
     sieve = table.sieve
     _check_length(names, sieve, "site")
     # str(None) occurs in numpy arrays of text; a class may have that name.

@@ -295,7 +295,7 @@ def _labelled(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return outputs[y != UNLABELLED], y[y != UNLABELLED]
 
 
-def _there(y: Tensor, classes: int) -> Tensor:
+def _one_hot(y: Tensor, classes: int) -> Tensor:
     """Return which label a record has, 0 or 1, float64 [n, K]; of two classes, of the second."""
     if y.is_floating_point():
         return y.double()
@@ -303,7 +303,7 @@ def _there(y: Tensor, classes: int) -> Tensor:
 
 
 def _log_odds(outputs: Tensor, y: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) for the probabilities p of what `_there` has, [n, K]."""
+    """Return log(p / (1 - p)) for the probabilities p of what `_one_hot` has, [n, K]."""
     if y.is_floating_point():
         return outputs.double()
     z = outputs.double()
@@ -323,7 +323,7 @@ def area(outputs: Tensor, y: Tensor) -> float:
     outputs, y = _labelled(outputs, y)
     if outputs.isnan().any() or (outputs == math.inf).any():
         return math.nan
-    there = _there(y, outputs.shape[1])
+    there = _one_hot(y, outputs.shape[1])
     found = [_area(s, t) for s, t in zip(_log_odds(outputs, y).T, there.T, strict=True)]
     known = [value for value in found if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
@@ -349,8 +349,8 @@ def f1(outputs: Tensor, y: Tensor) -> float:
     if outputs.isnan().any():
         return math.nan
     classes = outputs.shape[1]
-    said = (outputs > 0).double() if y.is_floating_point() else _there(outputs.argmax(1), classes)
-    there = _there(y, classes)
+    said = (outputs > 0).double() if y.is_floating_point() else _one_hot(outputs.argmax(1), classes)
+    there = _one_hot(y, classes)
     both, either = 2 * (said * there).sum(0), (said + there).sum(0)
     met = either > 0
     return float((both[met] / either[met]).mean()) if met.any() else math.nan

@@ -48,7 +48,12 @@ from fedpact.per_sample.norms import slices, wide
 from fedpact.per_sample.passes import Measured, Passes, one_each, trainable
 from fedpact.per_sample.share import unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
-from fedpact.per_sample.tracing.keyed_draws import KeyedDraws, PassNumbers, Seed, seen_draws
+from fedpact.per_sample.tracing.keyed_draws import (
+    KeyedDraws,
+    PassNumbers,
+    Seed,
+    without_fused_draws,
+)
 
 # The weights of a pass's slots [P], from what was measured of them.
 _Weigh = Callable[[Measured, Pass], Tensor | None]
@@ -438,7 +443,7 @@ class PlainKernel:
         given = pixelwise(x) if self._images and x.dim() == 4 else x
         with fewer_digits(self.model), autocast(self.model):
             numbers = PassNumbers.of(self._seed, place) if self._draws else None
-            seen = seen_draws(self.model) if numbers else nullcontext()
+            seen = without_fused_draws(self.model) if numbers else nullcontext()
             with seen, KeyedDraws(numbers) if numbers else nullcontext() as mode:
                 losses = wide(self.loss(self.model.module(given), y))
             self._draws = mode is not None and mode.used

@@ -31,7 +31,7 @@ from fedpact.per_sample.per_record import Alone
 from fedpact.per_sample.share import Space
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
-from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing, seen_draws
+from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing, without_fused_draws
 
 WAYS: Final = {
     "dense": "The model is a sequence of dense layers, each of which maps records one by one.",
@@ -217,7 +217,7 @@ class Passes:
             yield
             return
         numbers = PassNumbers.of_records(self.seed, x, y, leading=isinstance(way, Alone))
-        with seen_draws(self._model), drawing(numbers):
+        with without_fused_draws(self._model), drawing(numbers):
             yield
 
     def _traced(self, x: Tensor, y: Tensor) -> _Way:

@@ -26,7 +26,7 @@ from fedpact.per_sample.tracing.keyed_draws import (
     PassNumbers,
     drawing,
     numbers_at_hand,
-    seen_draws,
+    without_fused_draws,
 )
 from fedpact.per_sample.tracing.program import Program
 from fedpact.per_sample.tracing.record_safety import own_tables
@@ -98,7 +98,7 @@ class Alone:
         x, y = (v.new_zeros((self.step, *v.shape[1:])) for v in (x, y))
         draws = self._one.draws
         numbers = PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None
-        with seen_draws(self._model), drawing(numbers):
+        with without_fused_draws(self._model), drawing(numbers):
             why = _error(self._vmapped, x, y)
         # An error at zeros that the loop raises too comes from the model, not from vmap. vmap never
         # takes a data-dependent size, as of x[x > 0], nor draws that belong to no known record.

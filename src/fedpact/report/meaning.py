@@ -116,17 +116,13 @@ def _stakes(run: RunSummary) -> Iterable[OddsStatement]:
         delta = training.delta
         if held:
             # Records of a person that are split one by one may be on both sides.
-            join = max if held["split_by"] == "person" else _sum
-            cost, delta = join(cost, _of_person([held], k)), join(delta, float(held["delta"]))
+            join = max if held["split_by"] == "person" else add_budgets
+            cost, delta = join([cost, _of_person([held], k)]), join([delta, float(held["delta"])])
             who += f", trained on or held out, at δ = {upper(delta)}"
         yield stake(who + training.cases[0][0], cost, delta)
     if held:
         told = f"{held['unit']} held out for evaluation"
         yield stake(told, float(held["epsilon_reserved"]), float(held["delta"]))
-
-
-def _sum(*parts: float) -> float:
-    return add_budgets(parts)
 
 
 def _of_person(stated: Iterable[Mapping[str, Any]], k: str) -> float:

@@ -48,7 +48,7 @@ class Evaluator:
         workshop = scene.workshop.on(scene.plan.run.device)
         self._loss = workshop.loss
         self._measures = scene.plan.task.measures(len(scene.dataset.classes))
-        self._model = FlatModel(workshop.moved(workshop.module()))
+        self._model = FlatModel(workshop.move(workshop.module()))
         # Workers are idle during an evaluation, so it may use all threads.
         self._threads = torch.get_num_threads()
         # id of records -> records and labels on the device.

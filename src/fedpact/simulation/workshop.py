@@ -163,9 +163,9 @@ class TrainingSetup:
     def loss(self) -> Loss:
         """The plan's loss per record, on the device."""
         loss = self.plan.task.per_record(self.classes)
-        return cast(Loss, self.moved(loss)) if isinstance(loss, nn.Module) else loss
+        return cast(Loss, self.move(loss)) if isinstance(loss, nn.Module) else loss
 
-    def moved(self, module: nn.Module) -> nn.Module:
+    def move(self, module: nn.Module) -> nn.Module:
         """Return a module on the device; on a GPU a copy, as others may hold its layers too.
 
         A module that cannot be copied is moved itself.
@@ -188,7 +188,7 @@ class TrainingSetup:
         mode, module, views = self.plan.privacy.mode, self.module(), self.plan.views
         if views.used:
             module = Views(module, views, tuple(self.example.shape))
-        model = FlatModel(self.moved(module), self.plan.run.precision)
+        model = FlatModel(self.move(module), self.plan.run.precision)
         if check and self.plan.task.loss is not None:
             tried = self.plan.task.loss, self.loss, model.module, *self.make_dummy_records()
             check_loss(*tried, finite=mode != "none")

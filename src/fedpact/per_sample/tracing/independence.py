@@ -16,7 +16,7 @@ from fedpact.common.errors import InputError, ModelError
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, check_unwritten, model_name
 from fedpact.per_sample.clipping import SHORTEST
-from fedpact.per_sample.tracing.keyed_draws import expected, seen_draws
+from fedpact.per_sample.tracing.keyed_draws import expected, without_fused_draws
 from fedpact.per_sample.tracing.trace_context import announced
 
 # The difference between two summation orders, relative to a record's gradient.
@@ -108,7 +108,7 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
     module, x, y = tried.model.module, x[:_MOST].clone(), y[:_MOST]
     slow = announced(_SLOW, module, _PATIENCE, logging.INFO)
-    with slow, seen_draws(tried.model), expected():
+    with slow, without_fused_draws(tried.model), expected():
         before, version = _state(module), x._version
         tried.summed(x, y, math.inf, _weights(tried, len(x)))
         _check_state(module, before)

@@ -272,7 +272,7 @@ _SWITCHES: Final = threading.RLock()
 
 
 @contextmanager
-def seen_draws(model: FlatModel) -> Generator[None]:
+def without_fused_draws(model: FlatModel) -> Generator[None]:
     """Let a GPU compute the model by operations whose draws KeyedDraws sees.
 
     Its fused attention and cuDNN's recurrent layers drop out by numbers of their own. One thread at
