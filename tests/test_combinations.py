@@ -6,13 +6,7 @@ import pytest
 
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.algorithms.wrappers.combine import (
-    NEEDS_PLAIN_STEPS,
-    NEEDS_SINGLE_REPLIES,
-    NEEDS_THE_LIST,
-    READS_SINGLE_REPLIES,
-)
-from fedpact.algorithms.wrappers.local_optimizer import NEEDS_ONE_MODEL_TABLES
+from fedpact.algorithms.wrappers.combine import CONFLICTS
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
@@ -94,14 +88,14 @@ def test_the_reasons_are_the_codes():
 
 
 def test_the_table_of_refusals_matches_the_code():
-    assert block("single") == single(NEEDS_SINGLE_REPLIES)
-    assert block("reads") == single(READS_SINGLE_REPLIES)
-    assert block("plain") == single(NEEDS_PLAIN_STEPS)
-    heads = {**excluded("local.head"), **NEEDS_ONE_MODEL_TABLES}
+    assert block("single") == single(CONFLICTS["secure_aggregation"])
+    assert block("reads") == single(CONFLICTS["robust"])
+    assert block("plain") == single(CONFLICTS["local"])
+    heads = {**excluded("local.head"), **CONFLICTS["local.head"]}
     assert block("heads") == "\n".join(f"* `{n}`: {why}." for n, why in heads.items())
     part = {name: Method(name).facts.needs_all_sites for name in algorithms.names()}
     assert block("part") == "\n".join(f"* `{n}`: {why}." for n, why in part.items() if why)
-    assert NEEDS_THE_LIST in PAGE.read_text(encoding="utf-8")
+    assert CONFLICTS["sites_per_round"]["secure_aggregation"] in PAGE.read_text(encoding="utf-8")
     clip = excluded("privacy.clip_schedule")
     assert block("clip") == "\n".join(f"* `{n}`: {why}." for n, why in clip.items())
     automatic = excluded("privacy.mode")
@@ -116,7 +110,7 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("table", NEEDS_SINGLE_REPLIES)
+@pytest.mark.parametrize("table", CONFLICTS["secure_aggregation"])
 def test_secure_aggregation_refuses_what_needs_single_replies(table):
     secure = COLUMNS["secure_aggregation"]
     Plan.parse(TABLES[table])
@@ -124,7 +118,7 @@ def test_secure_aggregation_refuses_what_needs_single_replies(table):
         Plan.parse({**TABLES[table], **secure})
 
 
-@pytest.mark.parametrize("table", READS_SINGLE_REPLIES)
+@pytest.mark.parametrize("table", CONFLICTS["robust"])
 def test_robust_aggregates_refuse_what_reads_single_replies(table):
     """As with ali_dpfl and qffl, which do so by themselves."""
     with pytest.raises(PlanError, match=rf"\[robust\] cannot be combined with \[{table}\]"):

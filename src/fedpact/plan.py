@@ -12,11 +12,7 @@ from fedpact.algorithms import BaseSettings
 from fedpact.algorithms.common.limits import Limits, Running
 from fedpact.algorithms.wrappers import effective
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.algorithms.wrappers.combine import (
-    check_mode,
-    check_part,
-    combine_wrappers,
-)
+from fedpact.algorithms.wrappers.combine import check_mode, combine_wrappers
 from fedpact.algorithms.wrappers.compression import CompressionSettings
 from fedpact.algorithms.wrappers.fairness import FairnessSettings
 from fedpact.algorithms.wrappers.local_optimizer import LocalSettings
@@ -153,7 +149,6 @@ class Plan(BaseModel):
         self.privacy.check_means(exact=facts.unprotected, released=bool(self.records.released))
         whose = f"algorithm = {self.algorithm!r}" + ", [fairness]" * (self.fairness.weight > 0)
         self.privacy.check_sum(self.secure_aggregation.threshold, whose, facts.needs_own_noise)
-        check_part(self.sites_per_round, method, self.secure_aggregation.threshold)
         self.check_sites(self.sites)
         self.clock.check(self.sites, facts.needs_all_sites, self.secure_aggregation.threshold)
         self.budget.check_method(facts.controlled, self.task.kind)
@@ -180,6 +175,7 @@ class Plan(BaseModel):
             self.secure_aggregation,
             self.local,
             self.privacy,
+            self.sites_per_round,
             self.rounds,
             len(self.records.released),
         )

@@ -1,7 +1,7 @@
 """Combining an algorithm with wrappers: `combine_wrappers` does it, or says why not.
 
-A combination is refused if its parts would no longer mean what they mean alone;
-docs/reference/combinations.md has the table.
+A combination is refused if its parts would no longer mean what they mean alone: by the algorithm's
+facts (`MethodFacts.excludes`), or by CONFLICTS. docs/reference/combinations.md has the table.
 """
 
 from collections.abc import Mapping
@@ -11,58 +11,58 @@ from fedpact.algorithms import BaseSettings, Summed
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.compression import Compressed, CompressionSettings, Gridded
 from fedpact.algorithms.wrappers.fairness import FairMethod, FairnessSettings
-from fedpact.algorithms.wrappers.local_optimizer import Headed, LocalSettings, Stepped, check_goes
+from fedpact.algorithms.wrappers.local_optimizer import Headed, LocalSettings, Stepped
 from fedpact.algorithms.wrappers.released_scales import Released
 from fedpact.algorithms.wrappers.robust import Robust, RobustSettings
-from fedpact.algorithms.wrappers.secure import SecureSettings, check_summed
+from fedpact.algorithms.wrappers.secure import SecureSettings
 from fedpact.algorithms.wrappers.server_optimizer import Averaged, ServerOptimised, ServerSettings
 from fedpact.algorithms.wrappers.tau import Controlled, ControlSettings
 from fedpact.common.errors import PlanError
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.settings import Privacy
 
-READS_SINGLE_REPLIES: Final[dict[str, str]] = {
-    "control": "the controller reads single replies, so one lie moves its estimates",
-    "fairness": "F is a mean over single replies, so one lie moves every record's weight; with "
-    "algorithm = 'fedfdp' the robust rule aggregates F as well",
+_TOPK: Final = 'compression.kind = "topk"'
+_GRID: Final = 'compression.kind = "grid"'
+_COLUMNS: Final = 'scale = "released" of a column'
+
+CONFLICTS: Final[dict[str, dict[str, str]]] = {
+    "robust": {
+        "control": "the controller reads single replies, so one lie moves its estimates",
+        "fairness": "F is a mean over single replies, so one lie moves every record's weight; with "
+        "algorithm = 'fedfdp' the robust rule aggregates F as well",
+    },
+    "local": {"control": "the controller's estimates assume plain steps"},
+    "local.schedule": {
+        _TOPK: "a site sends later what it left out of earlier, longer steps, but the bound on a "
+        "reply follows from its own round"
+    },
+    "local.head": {
+        "fairness": "it compares the sites' losses at one model, and here each site has its own "
+        "head",
+        "control": "the controller's estimates compare the sites' gradients at one model",
+        "server.average": "an average would include a head that is never trained",
+    },
+    "privacy.clip_schedule": {
+        "control": "the controller's estimates assume a constant clip",
+        _TOPK: "a site sends later what it left out of earlier sums",
+    },
+    "secure_aggregation": {
+        "robust": "it compares the sites' vectors with each other",
+        "control": "the controller needs the minimum of the sites' remaining steps, and squares of "
+        "each site's vector",
+        "compression": "each reply has its own scale or indices, and is decoded before it is "
+        "summed",
+    },
+    "sites_per_round": {
+        "secure_aggregation": "masks, shares of noise and the threshold belong to one list of "
+        "sites for all rounds"
+    },
+    _COLUMNS: {
+        _GRID: "it rounds to a part of the gradients' noise, and released means have other noise; "
+        "use another kind, or declare mean and deviation"
+    },
 }
-"""Table of a plan -> why it cannot be combined with [robust]."""
-
-NEEDS_PLAIN_STEPS: Final[dict[str, str]] = {
-    "control": "the controller's estimates assume plain steps"
-}
-"""Table of a plan -> why it cannot be combined with [local]."""
-
-
-def _check_clips(method: Method, control: ControlSettings, kind: str) -> None:
-    """Raise PlanError if the clip cannot change from round to round. kind: of compression."""
-    reason = method.facts.excludes.get("privacy.clip_schedule")
-    if control.kind != "fixed":
-        reason = "[control]: the controller's estimates assume a constant clip"
-    if kind == "topk":
-        reason = "[compression] kind = 'topk': a site sends later what it left out of earlier sums"
-    if reason:
-        raise PlanError(
-            f"privacy.clip_schedule cannot be combined with algorithm = {method.name!r} and these "
-            f"tables: {reason}; leave it out"
-        )
-
-
-NEEDS_SINGLE_REPLIES: Final[dict[str, str]] = {
-    "robust": "it compares the sites' vectors with each other",
-    "control": "the controller needs the minimum of the sites' remaining steps, and squares of "
-    "each site's vector",
-    "compression": "each reply has its own scale or indices, and is decoded before it is summed",
-}
-"""Table of a plan -> why it cannot be combined with [secure_aggregation]."""
-
-NEEDS_THE_LIST: Final = (
-    "masks, shares of noise and the threshold belong to one list of sites for all rounds"
-)
-
-RELEASED_NEEDS_SIZES: Final = (
-    "it weights replies by other numbers than the declared sizes, which means over sites use"
-)
+"""Part of a plan -> another part that cannot be combined with it -> why."""
 
 
 def combine_wrappers(
@@ -76,6 +76,7 @@ def combine_wrappers(
     secure: SecureSettings,
     local: LocalSettings,
     privacy: Privacy,
+    sites_per_round: int | None,
     rounds: int,
     columns: int,
 ) -> Method:
@@ -85,96 +86,93 @@ def combine_wrappers(
     Raises PlanError: they cannot be combined.
     """
     method = Method(name, settings)
-    if privacy.clip_schedule != "constant":
-        _check_clips(method, control, compression.kind)
-    chosen = {
+    used = {
+        "privacy.clip_schedule": privacy.clip_schedule != "constant",
         "robust": robust.rule != "mean",
+        "local": not local.plain,
+        "local.schedule": local.schedule != "constant",
+        "local.head": local.head > 0,
         "fairness": fairness.weight > 0,
+        "server": server.optimiser != "none",
         "control": control.kind != "fixed",
         "compression": compression.kind not in ("auto", "none", "grid"),
+        _TOPK: compression.kind == "topk",
+        _GRID: compression.kind == "grid",
+        "secure_aggregation": secure.threshold > 0,
+        "server.average": server.average != "none",
+        "sites_per_round": sites_per_round is not None,
+        _COLUMNS: columns > 0,
     }
-    if chosen["robust"]:
+    for part in used:
+        if used[part]:
+            _check(part, method, used)
+    if used["robust"]:
         # Innermost, so that the wrappers around it still see the sites' own replies.
-        _check("robust", method)
-        _check_tables("robust", READS_SINGLE_REPLIES, chosen)
         method = Robust(method, robust)
-    if not local.plain:
-        _check("local", method)
-        _check_tables("local", NEEDS_PLAIN_STEPS, chosen)
-        if local.schedule != "constant" and compression.kind == "topk":
-            raise PlanError(
-                f"[local] schedule = {local.schedule!r} cannot be combined with [compression] kind "
-                "= 'topk': a site sends later what it left out of earlier, longer steps, but the "
-                "bound on a reply follows from its own round; use another kind, or a constant "
-                "schedule"
-            )
+    if used["local"]:
         local.check_moves("local", rounds * method.steps())
         method = Stepped(method, local, rounds)
-    if local.head:
-        check_goes(method, {**chosen, "average": server.average != "none"})
+    if used["local.head"]:
         method = Headed(method, local.head)
-    if chosen["fairness"]:
-        _check("fairness", method)
+    if used["fairness"]:
         method = FairMethod(method, fairness)
-    if server.optimiser != "none":
-        _check("server", method)
+    if used["server"]:
         server.check_moves("server", rounds)
         method = ServerOptimised(method, server, rounds)
-    if chosen["control"]:
-        _check("control", method)
+    if used["control"]:
         method = Controlled(method, control)
-    if compression.kind == "grid":
+    if used[_GRID]:
         # Outermost, as it encodes what leaves a site. A masked reply has its own encoding.
         method = Gridded(method, up=not secure.threshold)
-    elif chosen["compression"]:
+    elif used["compression"]:
         method = Compressed(method, compression)
-    if secure.threshold:
-        _check_tables("secure_aggregation", NEEDS_SINGLE_REPLIES, chosen)
-        check_summed(method)
-    if server.average != "none":
-        if why := method.facts.excludes.get("server.average"):
-            raise PlanError(
-                f"server.average = {server.average!r} cannot be combined with algorithm = "
-                f"{name!r}: {why}; leave it out"
-            )
+    if used["secure_aggregation"]:
+        _check_summed(method, columns)
+    if used["server.average"]:
         method = Averaged(method, server, rounds)
     if columns:
         # Outside of all: it adds round 0, which is no part of the algorithm.
-        _check_columns(method, compression.kind, secure)
         method = Released(method, columns, privacy.least_noise_of)
+    if used["sites_per_round"] and (why := method.facts.needs_all_sites):
+        raise PlanError(
+            f"sites_per_round cannot be combined with algorithm = {name!r} with these tables: "
+            f"{why}; leave it out"
+        )
     return method
 
 
-def _check_columns(method: Method, kind: str, secure: SecureSettings) -> None:
-    """Raise PlanError if columns cannot be scaled by released means. kind: of compression."""
-    if kind == "grid":
+def _check(part: str, method: Method, used: Mapping[str, bool]) -> None:
+    """Raise PlanError if the algorithm, or another used part, excludes this part of a plan."""
+    if reason := method.facts.excludes.get(part):
+        how = "" if "." in part else f" (--set '{part}={{}}')"
         raise PlanError(
-            'compression.kind = "grid" cannot be combined with scale = "released" of a column: '
-            "it rounds to a part of the gradients' noise, and released means have other noise; "
-            "use another kind, or declare mean and deviation"
+            f"{_named(part)} cannot be combined with algorithm = {method.name!r}: {reason}; leave "
+            f"it out{how} or choose another algorithm"
         )
-    if secure.threshold and method.facts.summed != Summed():
-        raise PlanError(
-            f'[secure_aggregation] with scale = "released" of a column cannot be combined with '
-            f"algorithm = {method.name!r}: {RELEASED_NEEDS_SIZES}; declare mean and deviation, or "
-            "choose another algorithm"
-        )
-
-
-def _check_tables(table: str, reasons: Mapping[str, str], chosen: Mapping[str, bool]) -> None:
-    for other, reason in reasons.items():
-        if chosen[other]:
+    for other, reason in CONFLICTS.get(part, {}).items():
+        if used[other]:
             raise PlanError(
-                f"[{table}] cannot be combined with [{other}]: {reason}; leave one of them out"
+                f"{_named(part)} cannot be combined with {_named(other)}: {reason}; leave one of "
+                "them out"
             )
 
 
-def _check(table: str, method: Method) -> None:
-    reason = method.facts.excludes.get(table)
-    if reason:
+def _named(part: str) -> str:
+    return part if "." in part or " " in part or part == "sites_per_round" else f"[{part}]"
+
+
+def _check_summed(method: Method, columns: int) -> None:
+    """Raise PlanError if the update of a method needs more than the sum of the replies."""
+    if why_not := method.facts.summed.why_not:
         raise PlanError(
-            f"[{table}] cannot be combined with algorithm = {method.name!r}: {reason}; leave the "
-            f"table out (--set '{table}={{}}') or choose another algorithm"
+            f"[secure_aggregation] cannot be combined with these settings of algorithm = "
+            f"{method.name!r}: {why_not}; leave the table out, or change the settings"
+        )
+    if columns and method.facts.summed != Summed():
+        raise PlanError(
+            f"[secure_aggregation] with {_COLUMNS} cannot be combined with algorithm = "
+            f"{method.name!r}: it weights replies by other numbers than the declared sizes, which "
+            "means over sites use; declare mean and deviation, or choose another algorithm"
         )
 
 
@@ -196,17 +194,3 @@ def check_mode(method: Method, algorithm: str, mode: str) -> None:
             f"algorithm = {algorithm!r} with these settings weights each record within its clip, "
             f"but privacy.mode = {mode!r} does not clip records: use privacy.mode = 'per_sample'"
         )
-
-
-def check_part(each: int | None, method: Method, threshold: int) -> None:
-    """Raise ValueError if a round needs all sites but does not ask them.
-
-    each: how many sites a round asks, None for all. threshold: of secure aggregation, 0 for none.
-    """
-    if each is None:
-        return
-    whose, why = f"algorithm = {method.name!r} with these tables", method.facts.needs_all_sites
-    if threshold:
-        whose, why = "[secure_aggregation]", NEEDS_THE_LIST
-    if why:
-        raise ValueError(f"sites_per_round cannot be combined with {whose}: {why}; leave it out")

@@ -25,7 +25,7 @@ Young's inequality neither Σ |c_k| nor (Σ c_k²)^(1/2) grows by more than
 max f (1 - β^τ)/(1 - β), the factor by which a reply may be longer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -55,27 +55,6 @@ MEASURED: Final = (
     "not a model."
 )
 """The line on what only a simulation knows about heads."""
-
-NEEDS_ONE_MODEL_TABLES: Final[dict[str, str]] = {
-    "fairness": "it compares the sites' losses at one model, and here each site has its own head",
-    "control": "the controller's estimates compare the sites' gradients at one model",
-    "average": "[server] average would include a head that is never trained",
-}
-"""What else cannot be combined with local.head, and why."""
-
-
-def check_goes(method: Method, chosen: Mapping[str, bool]) -> None:
-    """Raise PlanError if a plan cannot be combined with heads.
-
-    chosen: table of a plan -> whether it is used.
-    """
-    reasons = [why for part, why in method.facts.excludes.items() if part == "local.head"]
-    reasons += [why for table, why in NEEDS_ONE_MODEL_TABLES.items() if chosen[table]]
-    if reasons:
-        raise PlanError(
-            f"local.head cannot be combined with this plan (algorithm = {method.name!r}): "
-            f"{'; '.join(reasons)}; leave it out, or that"
-        )
 
 
 class Headed(MethodWrapper):

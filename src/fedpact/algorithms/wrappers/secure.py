@@ -1,4 +1,4 @@
-"""The [secure_aggregation] table of a plan, and whether a method's update can work with a sum.
+"""The [secure_aggregation] table of a plan.
 
 The protocol is in simulation.secure_aggregation; docs/notes/secure-aggregation.md says what it
 protects.
@@ -6,7 +6,6 @@ protects.
 
 from pydantic import BaseModel, Field
 
-from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
 
@@ -28,13 +27,3 @@ class SecureSettings(BaseModel):
                 "2, more than half of the sites, and at most all of them; with less, two halves of "
                 "them could open both secrets of a site"
             )
-
-
-def check_summed(method: Method) -> None:
-    """Raise PlanError if the update of a method needs more than the sum of the replies."""
-    why_not = method.facts.summed.why_not
-    if why_not:
-        raise PlanError(
-            f"[secure_aggregation] cannot be combined with these settings of algorithm = "
-            f"{method.name!r}: {why_not}; leave the table out, or change the settings"
-        )
