@@ -84,10 +84,10 @@ def test_an_outage_of_a_tracker_stops_no_run(tmp_path, monkeypatch, caplog):
     entities = SimpleNamespace(Metric=lambda name, value, at, step: (name, value, step))
     fake = SimpleNamespace(MlflowClient=Client, entities=entities)
     monkeypatch.setattr(trackers, "_module", lambda kind: fake)
-    with Log(["mlflow"], tmp_path) as log:
-        for number in range(3):
-            log(RoundRecord(round=number, loss=0.5))
-        assert sent == []
+    for _ in range(2):  # the second time it works again
+        with Log(["mlflow"], tmp_path) as log:
+            for number in range(3):
+                log(RoundRecord(round=number, loss=0.5))
         down.clear()
     assert [found for found in sent if found[0] == "loss"] == [("loss", 0.5, k) for k in range(3)]
     assert caplog.text.count("mlflow of run.log fails (ConnectionError: gone)") == 1

@@ -189,7 +189,11 @@ class Coordinator:
         """
         check_log(self.plan.run.log)
         with Log(self.plan.run.log, self.folder.path) as log:
-            logged = log.and_tell(on_round)
+
+            def logged(record: RoundRecord) -> None:
+                log(record)
+                on_round(record)
+
             return self._run(transport, logged, cache(begin), plain or transport, sockets)
 
     def _run(

@@ -18,6 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Self
@@ -66,31 +67,20 @@ def numbers(record: RoundRecord) -> Iterator[tuple[str, float]]:
 class Log:
     """A context manager that writes each record once to each tracker in `kinds`.
 
-    A tracker that fails is tried again at the end only, as to wait for it would delay the rounds.
-    folder: the run's. Raises InputError: an extra is not installed.
+    A tracker that fails is left out from then on, with a warning. folder: the run's.
+    Raises InputError: an extra is not installed.
     """
 
     def __init__(self, kinds: Sequence[str], folder: Path) -> None:
         self._trackers = {kind: _KINDS[kind](folder) for kind in kinds}
-        self._waiting = {kind: list[tuple[dict[str, float], int]]() for kind in kinds}
-        self._written, self._failed = set[tuple[str, int]](), set[str]()
+        self._written = set[tuple[str, int]]()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for kind, (_, close) in self._trackers.items():
-            self._try(kind, lambda kind=kind: self._send(kind))
+        for kind, (_, close) in [*self._trackers.items()]:
             self._try(kind, close)
-
-    def and_tell(self, on_round: Callable[[RoundRecord], None]) -> Callable[[RoundRecord], None]:
-        """Return a function that writes a record, then calls `on_round`."""
-
-        def tell(record: RoundRecord) -> None:
-            self(record)
-            on_round(record)
-
-        return tell
 
     def __call__(self, record: RoundRecord) -> None:
         """Write the record's numbers that were not written before."""
@@ -100,32 +90,20 @@ class Log:
             if (name, record.round) not in self._written and math.isfinite(value)
         }
         self._written |= {(name, record.round) for name in new}
-        for kind, waiting in self._waiting.items():
-            waiting += [(new, record.round)] * bool(new)
-            if kind not in self._failed:
-                self._try(kind, lambda kind=kind: self._send(kind))
-
-    def _send(self, kind: str) -> None:
-        """Write the rounds that wait for a tracker."""
-        waiting = self._waiting[kind]
-        while waiting:
-            self._trackers[kind][0](*waiting[0])
-            del waiting[0]
+        for kind, (write, _) in [*self._trackers.items()] if new else ():
+            self._try(kind, partial(write, new, record.round))
 
     def _try(self, kind: str, act: Callable[[], None]) -> None:
-        """Act on a tracker; warn the first time that it fails."""
         try:
             act()
         except Exception as error:  # of a database, a server or a disk
-            if kind not in self._failed:
-                _logger.warning(
-                    "%s of run.log fails (%s: %s): the run goes on, and what is missing there is "
-                    "written when the run ends or is resumed, if it works again",
-                    kind,
-                    type(error).__name__,
-                    error,
-                )
-            self._failed.add(kind)
+            _logger.warning(
+                "%s of run.log fails (%s: %s): the run goes on without it",
+                kind,
+                type(error).__name__,
+                error,
+            )
+            del self._trackers[kind]
 
 
 def _tensorboard(folder: Path) -> Tracker:
@@ -148,15 +126,16 @@ def _mlflow(folder: Path) -> Tracker:
         place = folder / "mlflow"
         place.mkdir(parents=True, exist_ok=True)
         at = f"sqlite:///{place.absolute()}/mlflow.db"
-    known = _known(folder / "mlflow.json")
+    file = folder / "mlflow.json"
 
     def keep(known: Mapping[str, Any]) -> None:
-        text = json.dumps(known) + "\n"
-        write_whole(folder / "mlflow.json", text.encode(), private=False)
+        write_whole(file, json.dumps(known).encode() + b"\n", private=False)
 
     try:
         client = mlflow.MlflowClient(tracking_uri=at)
-        if known is None:
+        if file.exists():
+            known = json.loads(file.read_bytes())
+        else:
             found = client.get_experiment_by_name("fedpact")
             number = client.create_experiment("fedpact") if found is None else found.experiment_id
             run = client.create_run(number, run_name=folder.name).info.run_id
@@ -186,14 +165,6 @@ _KINDS: Final[Mapping[str, Callable[[Path], Tracker]]] = {
     "tensorboard": _tensorboard,
     "mlflow": _mlflow,
 }
-
-
-def _known(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and {"run_id", "round"} <= found.keys() else None
 
 
 def _module(kind: str) -> Any:
