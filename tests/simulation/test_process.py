@@ -22,16 +22,10 @@ from fedpact.simulation.machine import (
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Eight cores, and control groups of our own making: write(path, content) below either root."""
+    """Eight cores, and the path of the control group's quota."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(process, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(process, "_GROUPS", tmp_path / "groups")
-
-    def write(path, content):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(content)
-
-    return write
+    monkeypatch.setattr(process, "_QUOTA", tmp_path / "cpu.max")
+    return tmp_path / "cpu.max"
 
 
 def test_without_control_groups_the_affinity_counts(machine):
@@ -59,25 +53,9 @@ def test_without_affinity_the_machine_counts(machine, monkeypatch):
         ("", 8),
     ],
 )
-def test_version_2(machine, limit, expected):
-    machine("own", "0::/\n")
-    machine("groups/cpu.max", limit)
+def test_a_quota_of_the_control_group_counts(machine, limit, expected):
+    machine.write_text(limit)
     assert available_cores() == expected
-
-
-def test_version_2_of_a_group_within_others(machine):
-    """The tightest of the group's own limit and those above it."""
-    machine("own", "0::/slice/pod/container\n")
-    machine("groups/slice/pod/container/cpu.max", "max 100000")
-    machine("groups/slice/pod/cpu.max", "300000 100000")
-    machine("groups/slice/cpu.max", "600000 100000")
-    assert available_cores() == 3
-
-
-def test_version_2_in_a_container_that_sees_the_hosts_path(machine):
-    machine("own", "0::/kubepods/pod/abc\n")
-    machine("groups/cpu.max", "400000 100000")
-    assert available_cores() == 4
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,8 +11,7 @@ import torch
 from fedpact.common.errors import PlanError
 from fedpact.common.params import Precision
 
-_GROUPS = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _USUAL_FILES = 512
 _AMPERE = 8  # the compute capability of GPUs that have TF32 and bfloat16
 
@@ -23,12 +21,16 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 
 
 def available_cores() -> int:
-    """Return the number of usable cores, at least 1; a quota of 1.5 cores counts as 2."""
+    """Return the number of usable cores, at least 1; a container's quota of 1.5 counts as 2."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return max(1, min([cores, *(math.ceil(quota) for quota in _quotas(_OWN, _GROUPS))]))
+    # Control group, version 2: "150000 100000", or "max 100000"; the file may be missing.
+    with contextlib.suppress(OSError, ValueError):
+        limit, period = map(int, _QUOTA.read_text().split())
+        cores = min(cores, math.ceil(limit / period))
+    return max(1, cores)
 
 
 def device_of(name: str, precision: Precision = "float32") -> torch.device:
@@ -92,25 +94,3 @@ def keep_freed_memory() -> None:
     options = (_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 2**26), (_ARENA_MAX, 1)
     for option, value in options:
         mallopt(option, value)
-
-
-def _quotas(own: Path, groups: Path) -> Iterator[float]:
-    """Yield the limits, in cores, of the process's control group (version 2) and its parents.
-
-    own: the groups in /proc. groups: the mount point. cpu.max is "200000 100000" or "max".
-    """
-    for line in _text(own).splitlines():
-        if line.startswith("0::"):
-            group = groups / line.removeprefix("0::").strip("/")
-            # In a container only `groups` itself may exist.
-            for folder in (group, *group.parents):
-                limit, period = (*_text(folder / "cpu.max").split(), "", "")[:2]
-                if limit.isdigit() and period.isdigit() and int(period):
-                    yield int(limit) / int(period)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
