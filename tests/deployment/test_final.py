@@ -69,18 +69,6 @@ def test_final_model_reaches_every_site_without_charge(federate, plan, caplog):
         np.testing.assert_array_equal(found.probabilities, digits.probabilities)
 
 
-def test_the_model_of_an_earlier_run_says_whose_it_is(federate, caplog):
-    run = federate(None, rounds=1)
-    run()
-    site = run.nodes[0].directory
-    load(site)
-    assert "the model of run" not in caplog.text
-    now = inspect_deployment(site)["run"]
-    change(site / "federation.toml", now, "next")
-    load(site)
-    assert f"this is the model of run {now}: the site takes part in run next now" in caplog.text
-
-
 def test_absent_site_gets_the_final_model_after_restart(federate):
     run = federate(None, rounds=1)
     away, *rest = run.nodes

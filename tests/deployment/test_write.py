@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.common.messages import RoundRecord
-from fedpact.common.run_folder import Folder
 from fedpact.deployment import local, processes
 from fedpact.deployment.federation import Checks, Federation, Member, Patience, read_plan
 from fedpact.deployment.files import (
@@ -34,7 +33,6 @@ from fedpact.deployment.flower.health import find_outage
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
-from fedpact.simulation import predict
 from fedpact.simulation.flower import QUIET, require_flower
 from fedpact.simulation.predict import OwnColumns
 from fedpact.simulation.secure_aggregation import keys
@@ -83,7 +81,7 @@ def test_names_and_figures_of_any_form_are_read_back(written):
     assert site["label"] == 'ill "yes"'
 
 
-def test_files_with_a_byte_order_mark_are_read(deployment, site_dir, tmp_path):
+def test_files_with_a_byte_order_mark_are_read(deployment, site_dir):
     """As some editors write them."""
     for path in deployment.rglob("*.toml"):
         path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
@@ -91,9 +89,6 @@ def test_files_with_a_byte_order_mark_are_read(deployment, site_dir, tmp_path):
     assert OwnColumns.of(site_dir) == OwnColumns()
     for party in (site_dir, deployment / "server"):
         assert find_outage(party) == f"no process runs in {party}"
-    run = Federation.read(site_dir / "federation.toml").run
-    Folder(tmp_path).write_json("summary.json", {"run": run})
-    predict._tell_of_an_earlier_run(site_dir, tmp_path)
 
 
 def test_a_servers_json_is_one_document(deployment, monkeypatch):

@@ -218,22 +218,6 @@ class Evaluated(SiteScore):
 _log = logging.getLogger(__name__)
 
 
-def _tell_of_an_earlier_run(party: Path, folder: Path) -> None:
-    """Warn if a site now takes part in another run than the one whose model it has."""
-    if not (party / "site.toml").exists():
-        return
-    with parse_errors(party / "federation.toml", "put it back as it was handed out"):
-        now = tomllib.loads((party / "federation.toml").read_text(encoding="utf-8-sig"))["run"]
-    of = Folder(folder).read_json("summary.json").get("run")
-    if of != now:
-        _log.warning(
-            "this is the model of run %s: the site takes part in run %s now, whose model is not "
-            "here yet",
-            of,
-            now,
-        )
-
-
 def _fill(model: nn.Module, path: Path) -> None:
     """Load a run's weights. Raises DataError: they cannot be read, or are not the model's."""
     try:
@@ -279,7 +263,6 @@ class Predictor:
                 "which a run's folder does not hold, so there is no whole model here"
             )
         at = beside if (beside / "federation.toml").exists() else _begun_at(plan, folder)
-        _tell_of_an_earlier_run(beside, folder)
         names = plan.records.released
         released = read_scales(folder / COLUMNS, names) if names else {}
         stage = plan.stage(at)
