@@ -239,6 +239,16 @@ def test_term_leans_alike_however_large_all_losses_are(tilt):
     )
 
 
+def test_term_tells_losses_apart_however_far_they_are():
+    replies = [
+        Reply("run", 1, str(i), 1.0, {"w": w}, {"loss": 700.0 * i})
+        for i, w in enumerate(torch.eye(3).double())
+    ]
+    for order in (replies, replies[::-1]):
+        after = term.update(State({"w": torch.zeros(3).double()}), order, make("term", tilt=1.0))
+        assert after.vectors["w"].tolist() == pytest.approx([0.0, 0.0, 1.0])
+
+
 def test_the_larger_the_tilt_the_better_off_the_worst_site():
     worst = []
     for tilt in (0.0, 1.0, 5.0):

@@ -22,23 +22,21 @@ t → ∞ minimises the largest loss (afl); t < 0 reduces the weight of sites wi
 of F_i changes a weight by the factor exp(t · noise): keep |t| times the noise of F_i below 1.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from math import exp
+from collections.abc import Iterable
+from math import exp, inf
 
+import torch
 from pydantic import Field
 
 from fedpact.algorithms import MethodFacts, Neutral, Summed
 from fedpact.algorithms.common.fairness import EXCLUDED_BY_LOSSES, LossSettings
-from fedpact.algorithms.common.steps import weighted_mean
+from fedpact.common.check import positive
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle
 
 NEUTRAL: Neutral | None = Neutral(parent="fedavg", settings={"tilt": 0.0})
 
 _MOST_POWER = 1e12
-# Its exp is finite, and so is the sum of a thousand such weights.
-_MOST_APART = 600.0
 
 
 class Settings(LossSettings):
@@ -62,17 +60,14 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    return weighted_mean(_tilted(replies, settings.tilt))
-
-
-def _tilted(replies: Iterable[Reply], tilt: float) -> Iterator[Reply]:
-    """Yield the replies with weights N_i exp(t (F_i - F)), F the first one's, so that exp is finite
-    however large all losses are. A difference t (F_i - F) beyond 600 counts as 600.
-    """
-    first = None
+    mean, total, largest = state.vectors["w"], 0.0, -inf
     for reply in replies:
         # In this order NaN becomes the least.
-        power = min(max(-_MOST_POWER, tilt * reply.numbers["loss"]), _MOST_POWER)
-        first = power if first is None else first
-        apart = min(max(-_MOST_APART, power - first), _MOST_APART)
-        yield replace(reply, weight=reply.weight * exp(apart))
+        power = min(max(-_MOST_POWER, settings.tilt * reply.numbers["loss"]), _MOST_POWER)
+        # Weights are relative to the largest exp(t F_i) so far, so none overflows.
+        total *= exp(min(largest - power, 0.0))
+        largest = max(largest, power)
+        weight = positive(weight=reply.weight) * exp(power - largest)
+        total += weight
+        mean = torch.lerp(mean, reply.vectors["w"], weight / total)
+    return State({"w": mean})
