@@ -172,6 +172,12 @@ def test_shared_or_strided_vectors_are_decoded() -> None:
     assert all(torch.equal(back.vectors[name], sent[name]) for name in sent)
 
 
+def test_a_lazily_conjugated_or_negated_vector_is_decoded() -> None:
+    waves = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    for vector in (waves.conj(), waves.conj().imag):
+        assert torch.equal(from_bytes(to_bytes(State({"w": vector}))).vectors["w"], vector)  # pyright: ignore
+
+
 def test_encoding_does_not_depend_on_the_order_of_names() -> None:
     w, c = torch.ones(2), torch.zeros(3)
     one = State({"w": w, "c": c}, {"x": 1.0, "y": 2.0})

@@ -341,7 +341,7 @@ def _layout(forms: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> str:
 
 def _memory(vector: Tensor) -> memoryview:
     """Return a vector's bytes, uncopied if it is contiguous and on the CPU."""
-    flat = vector.detach().cpu().contiguous().reshape(-1)
+    flat = vector.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     # A single number counts as contiguous with any stride, but only stride 1 can be viewed.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
