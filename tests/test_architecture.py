@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import fedpact
-from fedpact.algorithms import Algorithm
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.messages import Transport
 from fedpact.privacy.batches import Batch
@@ -227,8 +226,8 @@ def stubs(sources: Sources) -> Iterator[str]:
                 yield f"{module}:{node.lineno} names NotImplementedError: write it or leave it out"
 
 
-PROTOCOLS = (Algorithm, Method, Oracle, Batch, Transport)
-DESCRIBED = {name for protocol in PROTOCOLS for name in vars(protocol)}
+PROTOCOLS = (Method, Oracle, Batch, Transport)
+DESCRIBED = {"facts"} | {name for protocol in PROTOCOLS for name in vars(protocol)}
 """Functions that are described once, in their protocol, for all algorithms and oracles."""
 ONCE_DESCRIBED = (
     *("fedpact.algorithms.", "fedpact.simulation."),

@@ -1,8 +1,11 @@
 """One file per algorithm, found by its file name.
 
-An algorithm is a module of pure functions, described by `Algorithm`: the task that the server sends
-to the sites, what a site computes with its oracle, and how the server combines the replies. The
-loops over rounds and sites are elsewhere. docs/how-to/extend.md writes one from scratch.
+An algorithm is a module of pure functions: the task that the server sends to the sites, what a site
+computes with its oracle, and how the server combines the replies. `wrappers.base.Method` describes
+them; in a file their last argument is the settings. A function that a file lacks is FedAvg's, and
+missing `facts` are the safe defaults. A file also has `Settings`, a class of BaseSettings whose
+fields all have sound defaults, and NEUTRAL, how it reduces to a parent, or None. The loops over
+rounds and sites are elsewhere. docs/how-to/extend.md writes one from scratch.
 
 >>> "fedavg" in names()
 True
@@ -13,18 +16,18 @@ True
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any
 
 from pydantic import BaseModel
 from torch import Tensor
 
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError, nearest, with_colon
-from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.common.messages import State
 from fedpact.common.user_code import own_factory
-from fedpact.privacy.oracle import Opening, Oracle, Range, Terms
+from fedpact.privacy.oracle import Opening, Range
 
 
 @dataclass(frozen=True)
@@ -156,67 +159,6 @@ class Neutral:
     tolerance: float = 0.0
 
 
-class Algorithm(Protocol):
-    """The functions and names of an algorithm's module. `settings` is an instance of its Settings.
-
-    A missing function is FedAvg's; missing `facts` are the safe defaults (`wrappers.base.Method`).
-    """
-
-    Settings: type[BaseSettings]
-    """The [settings] table of a plan; every field has a sound default."""
-
-    NEUTRAL: Neutral | None
-    """How it reduces to a parent, or None."""
-
-    __name__: str
-
-    def facts(self, settings: Any) -> MethodFacts:
-        """Return its properties."""
-        ...
-
-    def steps(self, settings: Any, state: State | None = None) -> int:
-        """Return the local iterations τ of the next round, the most batches that `local` asks for.
-
-        state: the server's, for an algorithm that changes τ; None: return the maximum.
-        If a controller around the algorithm chooses τ, the task has it as "local_steps".
-        """
-        ...
-
-    def init(self, w: Tensor, settings: Any) -> State:
-        """Return the server's first state, from the initial model w [d]."""
-        ...
-
-    def task(self, state: State, settings: Any) -> State:
-        """Return what is sent to every site: "w" [d] and whatever else it needs."""
-        ...
-
-    def public_numbers(self, task: Task, terms: Terms, settings: Any) -> dict[str, Range]:
-        """Return the numbers of a reply that follow from the task and a site's terms.
-
-        The server rejects a reply with other values, so that no site can choose its own weight.
-        All other numbers and vectors may be anything within privacy.reply_bounds, so `update` has
-        to clamp what it divides by or takes a root of.
-        """
-        ...
-
-    def local(self, task: Task, oracle: Oracle, memory: State, settings: Any) -> Local:
-        """Return a site's reply and its next memory, without changing the task or the memory.
-
-        memory: what this function returned when its reply was last included; empty at first.
-        """
-        ...
-
-    def update(self, state: State, replies: Iterable[Reply], settings: Any) -> State:
-        """Return the server's next state.
-
-        replies: at least one, in the order of site names. They are computed on demand, so combine
-        them one by one instead of collecting them. If this function raises, or the state is not
-        finite, the loop finds out which reply causes it (algorithms.wrappers.robust).
-        reply.weight is N_i, so p_i = N_i / Σ N.
-        """
-        ...
-
-
 def names() -> list[str]:
     """Return the names of all algorithms, sorted."""
     return sorted(_modules())
@@ -232,14 +174,14 @@ def _modules() -> dict[str, str]:
     return found
 
 
-def load(name: str) -> Algorithm:
+def load(name: str) -> Any:
     """Return the algorithm of that name, or a user's 'package.module:name'.
 
     A user's is a module, or a class with these functions. Raises PlanError: there is none.
     ModelError: the user's cannot be imported.
     """
     if ":" in name:
-        form = "the functions of fedpact.algorithms.Algorithm"
+        form = "the functions of docs/how-to/extend.md"
         found = own_factory(name, "algorithm", names(), form)
         settings = getattr(found, "Settings", None)
         fits = isinstance(settings, type) and issubclass(settings, BaseSettings)
@@ -251,14 +193,14 @@ def load(name: str) -> Algorithm:
                 f"algorithm is {name!r}: expected a module, or a class, with Settings and NEUTRAL, "
                 f"and it lacks {lacking}; see docs/how-to/extend.md"
             )
-        return cast(Algorithm, found)
+        return found
     # First look among loaded modules: listing the folder takes longer than reading a short plan.
     loaded = sys.modules.get(f"{__name__}.{name}")
     if loaded is not None and not hasattr(loaded, "__path__"):
-        return cast(Algorithm, loaded)
+        return loaded
     places = _modules()
     if name not in places:
         known = sorted(places)
         told = f"expected one of {', '.join(known)}{nearest(name, known) or with_colon(name)}"
         raise PlanError(f"algorithm is {name!r}: {told}")
-    return cast(Algorithm, importlib.import_module(places[name]))
+    return importlib.import_module(places[name])

@@ -21,7 +21,7 @@ __all__ = ["Method", "MethodWrapper", "join", "split_state"]
 
 
 class Method:
-    """An algorithm's functions (algorithms.Algorithm) with settings bound, by default defaults."""
+    """An algorithm's functions with settings bound, by default defaults."""
 
     def __init__(self, name: str, settings: BaseSettings | None = None) -> None:
         self._algorithm = algorithms.load(name)
@@ -49,21 +49,45 @@ class Method:
         return getattr(self._algorithm, name, None) or getattr(fedavg, name)
 
     def steps(self, state: State | None = None) -> int:
+        """Return the local iterations τ of the next round, the most batches that `local` asks for.
+
+        state: the server's, for an algorithm that changes τ; None: return the maximum.
+        If a controller around the algorithm chooses τ, the task has it as "local_steps".
+        """
         return self._function("steps")(self.settings, state)
 
     def init(self, w: Tensor) -> State:
+        """Return the server's first state, from the initial model w [d]."""
         return self._function("init")(w, self.settings)
 
     def task(self, state: State) -> State:
+        """Return what is sent to every site: "w" [d] and whatever else it needs."""
         return self._function("task")(state, self.settings)
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
+        """Return the numbers of a reply that follow from the task and a site's terms.
+
+        The server rejects a reply with other values, so that no site can choose its own weight.
+        All other numbers and vectors may be anything within privacy.reply_bounds, so `update` has
+        to clamp what it divides by or takes a root of.
+        """
         return self._function("public_numbers")(task, terms.at(task.round), self.settings)
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
+        """Return a site's reply and its next memory, without changing the task or the memory.
+
+        memory: what this function returned when its reply was last included; empty at first.
+        """
         return self._function("local")(task, oracle, memory, self.settings)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
+        """Return the server's next state.
+
+        replies: at least one, in the order of site names. They are computed on demand, so combine
+        them one by one instead of collecting them. If this function raises, or the state is not
+        finite, the loop finds out which reply causes it (algorithms.wrappers.robust).
+        reply.weight is N_i, so p_i = N_i / Σ N.
+        """
         return self._function("update")(state, replies, self.settings)
 
     def short(self, state: State) -> Vectors | None:
