@@ -112,11 +112,13 @@ class Plan(BaseModel):
     policy: str | None = None
     """A TOML file with the policy that every simulated site has (policy.toml)."""
 
-    def __init__(self, **raw: Any) -> None:
+    def __init__(self, /, _typed: Collection[str] | None = None, **raw: Any) -> None:
+        """Validate a plan's keys. _typed: those that must have an effect, None for all."""
         try:
             super().__init__(**configuration.plain(raw))
         except ValidationError as error:
             raise _refused(error, raw) from None
+        effective.check_used(self, _typed)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -137,7 +139,6 @@ class Plan(BaseModel):
             raise ValueError(why)
         method, facts = self.method, self.method.facts
         effective.check_numbers(self)
-        effective.check_used(self)
         check_mode(method, self.algorithm, mode)
         self.privacy.check_clips(self.rounds)
         if self.compression.kind == "auto":
@@ -396,15 +397,22 @@ class Plan(BaseModel):
         """Return plan.json's content: every setting in effect, and which of them are defaults."""
         whole, own = self.model_dump(mode="json"), self.algorithm_settings
         whole["control"] = self._control.model_dump()
-        whole["settings"] = used = (
-            effective.in_effect(own, self.method.facts.controlled) | self.settings
-        )
+        settings = own.model_dump(mode="json")
+        if self.method.facts.controlled:
+            settings.pop("local_steps", None)
+        if "learning_rate" in settings:
+            settings["learning_rate"] = own.step_size
+        whole["settings"] = settings | self.settings
         if self.batch_size is None:
             whole["sampling_rate"] = self.sampling_rate or _RATE
-        none = {"sampling_rate": self.sampling_rate, "control.iterations": self.control.iterations}
-        return whole | {
-            DEFAULTS_KEY: effective.defaulted_keys(defaults_used(self), used, self.settings, none)
-        }
+        unset = {key for key in defaults_used(self) if key != "settings"}
+        unset |= {f"settings.{key}" for key in whole["settings"].keys() - self.settings}
+        # Given as None, they are filled in all the same.
+        if self.sampling_rate is None:
+            unset.add("sampling_rate")
+        if self.control.iterations is None:
+            unset.add("control.iterations")
+        return whole | {DEFAULTS_KEY: sorted(unset)}
 
     @staticmethod
     def parse(raw: Mapping[str, Any], typed: Collection[str] | None = None) -> "Plan":
@@ -443,9 +451,10 @@ def _refused(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
 
 
 def _validated(raw: Mapping[str, Any], typed: Collection[str] | None) -> Plan:
+    if isinstance(raw, Mapping):
+        return Plan(typed, **raw)
     try:
-        with effective.refusing(typed):
-            return Plan.model_validate(raw)
+        return Plan.model_validate(raw)
     except ValidationError as error:
         raise _refused(error, raw) from None
 

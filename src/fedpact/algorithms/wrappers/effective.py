@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
-from fedpact.algorithms import BaseSettings
 from fedpact.algorithms.common.fairness import FairRelease
 from fedpact.algorithms.common.tau_control import STEPS_A_ROUND, Ali
+from fedpact.common.errors import PlanError
 from fedpact.per_sample.clipping import SHORTEST
 
 _Settings = TypeVar("_Settings", bound=BaseModel)
@@ -23,27 +21,6 @@ def with_iterations(settings: _Settings, rounds: int) -> _Settings:
     if getattr(settings, "kind", "ali") == "fixed":
         return settings
     return settings.model_copy(update={"iterations": STEPS_A_ROUND * rounds})
-
-
-def in_effect(settings: BaseSettings, controlled: bool) -> dict[str, Any]:
-    """Return the settings as plain data, including η; without τ if `controlled`."""
-    found = settings.model_dump(mode="json")
-    if controlled:
-        found.pop("local_steps", None)
-    return found | ({"learning_rate": settings.step_size} if "learning_rate" in found else {})
-
-
-def defaulted_keys(
-    left: Iterable[str], settings: Iterable[str], given: Iterable[str], none: Mapping[str, Any]
-) -> list[str]:
-    """Return the keys of a plan that were left at their defaults, sorted.
-
-    left: such keys, without those of the algorithm. settings: the algorithm's settings in effect.
-    given: those of them that were given. none: key -> value; a value of None counts as left.
-    """
-    found = {key for key in left if key != "settings"}
-    found |= {f"settings.{key}" for key in set(settings) - set(given)}
-    return sorted(found | {key for key, value in none.items() if value is None})
 
 
 class Use(NamedTuple):
@@ -107,28 +84,12 @@ and plans are often run with and without it.
 """
 
 
-_refused: ContextVar[Collection[str] | None] = ContextVar("refused", default=None)
+def check_used(plan: Any, typed: Collection[str] | None) -> None:
+    """Raise PlanError if a setting has no effect and differs from its default.
 
-
-@contextmanager
-def refusing(typed: Collection[str] | None) -> Iterator[None]:
-    """Inside this context, `check_used` refuses only these dotted keys; None: any.
-
-    In a sweep, a setting that has an effect only at some swept values is not a mistake.
+    plan: a Plan. typed: the dotted keys to check, None for any: in a sweep, a setting that has an
+    effect only at some swept values is not a mistake.
     """
-    before = _refused.set(typed)
-    try:
-        yield
-    finally:
-        _refused.reset(before)
-
-
-def check_used(plan: Any) -> None:
-    """Raise ValueError if a setting has no effect and differs from its default.
-
-    plan: a Plan. Its validators call this, so `refusing` says which keys are checked.
-    """
-    typed = _refused.get()
     for use in USES:
         table = _value(plan, use.table)
         beside = _value(plan, use.beside)
@@ -140,7 +101,7 @@ def check_used(plan: Any) -> None:
             if field is None or use.good(beside) or not (typed is None or name in typed):
                 continue
             if (value := getattr(table, key)) != field.default:
-                raise ValueError(
+                raise PlanError(
                     f"{name} is {value!r} with {use.beside} = {beside!r}: it has an effect only "
                     f"with {use.by}; leave it out"
                 )
