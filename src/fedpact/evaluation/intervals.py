@@ -438,20 +438,16 @@ def check_public(early: bool, private: bool, form: SumsForm, *, test: bool, held
     """
     if not early or test or (private and form.once is not None):
         return
-    told = "budget.accuracy or budget.patience in a"
-    if private and form.share:
-        raise PlanError(
-            f"{told} private run with evaluation.releases = [] and without a public test set: "
-            "nothing is released about held-out records that could stop the run; set "
-            'evaluation.releases = ["hits"], and evaluation.every = 1'
-        )
-    if private:
-        raise PlanError(
-            f"{told} private run without [evaluation] and without a public test set: no accuracy "
-            "is released that could stop the run; declare [evaluation] share = 0.2, every = 1"
-        )
-    if not held:
-        raise PlanError(
-            f"{told} run without held-out records and without a public test set: no accuracy is "
-            "known that could stop the run; set partition.held_out = 0.1"
-        )
+    if not private and held:
+        return
+    if not private:
+        how = "set partition.held_out = 0.1"
+    elif form.share:
+        how = 'set evaluation.releases = ["hits"], and evaluation.every = 1'
+    else:
+        how = "declare [evaluation] share = 0.2, every = 1"
+    raise PlanError(
+        f"budget.accuracy or budget.patience in a {'private' if private else 'plain'} run without "
+        f"a public test set: no accuracy is {'released' if private else 'known'} that could stop "
+        f"the run; {how}"
+    )

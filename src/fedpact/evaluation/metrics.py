@@ -148,18 +148,14 @@ def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
             f"weights range from {p.min()} to {p.max()}: expected finite numbers >= 0, one of them "
             "> 0; give the sites' public sizes"
         )
-    # Divided by the largest first, their sum cannot overflow.
-    f, p = f[p > 0], p[p > 0] / p.max()
-    p = p / p.sum()
+    f, p = f[p > 0], p[p > 0] / p.sum()
     if np.isnan(f).any():
         return math.nan
-    if np.isinf(f).any():
-        return math.inf
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         # With the first loss subtracted, equal losses give exactly 0.
         f = f - f[0]
-        mean = float(np.sum(p * f))
-        return float(np.sum(p * (f - mean) ** 2)) if math.isfinite(mean) else math.inf
+        found = float(np.sum(p * (f - np.sum(p * f)) ** 2))
+    return found if math.isfinite(found) else math.inf
 
 
 def entropy(values: Sequence[float]) -> float:
