@@ -136,7 +136,7 @@ def test_sites_refuse_lists_below_the_threshold(party):
 
 def listed(session, site, survivors):
     """Tell a site who is in the sum."""
-    block = {"survivors": messages.from_names(survivors)}
+    block = {"survivors": "\n".join(survivors).encode()}
     return messages.step(session.place, site, "consistency", block)
 
 

@@ -253,9 +253,9 @@ class Masker:
 
     def _begun(self, place: KeyContext, question: Step) -> _Session:
         # Each sum costs this site a key pair, so their number is limited.
-        slots = messages.to_number(messages.block(question, "slots"))
-        if slots > keys.SUMS_AHEAD:
-            raise InputError(f"asked keys for {slots} sums: expected at most {keys.SUMS_AHEAD}")
+        slots = int.from_bytes(messages.block(question, "slots"))
+        if not 1 <= slots <= keys.SUMS_AHEAD:
+            raise InputError(f"asked keys for {slots} sums: expected 1 to {keys.SUMS_AHEAD}")
         return _Session(place, secrets=Secrets(slots))
 
     def _answers(self, session: _Session, question: Step, train: Train) -> Step | Refusal:
@@ -381,7 +381,8 @@ class Masker:
 
     def _consistency(self, session: _Session, slot: _Slot, question: Step) -> Step | Refusal:
         """Record the list of sites in the sum on disk, then sign it; no other list is signed."""
-        survivors = messages.to_names(messages.block(question, "survivors"))
+        names = messages.block(question, "survivors").decode(errors="replace").split("\n")
+        survivors = tuple(sorted(set(names)))
         # A site outside the sum has nothing to agree to, and strangers have no shares to open.
         if self._name not in survivors or not set(survivors) <= set(session.held):
             return self._refusal(slot.place, "session")

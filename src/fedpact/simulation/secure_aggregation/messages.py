@@ -1,7 +1,6 @@
 """The contents of a session's steps: blocks of bytes by name."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -62,25 +61,12 @@ def place_of(message: Step) -> KeyContext:
 def slot_of(session: str) -> tuple[str, int]:
     """Return a session's name and slot from a name by `KeyContext.of_slot`; -1 without a slot.
 
-    >>> slot_of("00ff/12"), slot_of("00ff"), slot_of("00ff/012"), slot_of("00ff/-1")
-    (('00ff', 12), ('00ff', -1), ('00ff/012', -1), ('00ff/-1', -1))
+    >>> slot_of("00ff/12"), slot_of("00ff"), slot_of("00ff/-1")
+    (('00ff', 12), ('00ff', -1), ('00ff/-1', -1))
     """
     name, _, digits = session.partition("/")
-    if len(digits) <= 3 and digits.isascii() and digits.isdecimal() and str(int(digits)) == digits:
-        return name, int(digits)
-    return session, -1
-
-
-def from_number(number: int) -> bytes:
-    """Return a count as bytes."""
-    return json.dumps(number).encode()
-
-
-def to_number(given: bytes) -> int:
-    """Return the count >= 1 that `from_number` encoded. Raises InputError: anything else."""
-    if len(given) <= 9 and given.isdigit() and int(given) > 0:
-        return int(given)
-    raise InputError("a count is not understood: expected the bytes of messages.from_number")
+    known = digits.isdecimal() and len(digits) <= 3
+    return (name, int(digits)) if known else (session, -1)
 
 
 def under(prefix: str, given: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -116,22 +102,6 @@ def to_adverts(given: Mapping[str, bytes]) -> dict[str, Advert]:
         field, _, site = name.partition("/")
         found.setdefault(site, {})[field] = value
     return {site: to_advert(parts) for site, parts in found.items()}
-
-
-def from_names(names: Iterable[str]) -> bytes:
-    """Return a set of site names as bytes, independent of their order."""
-    return json.dumps(sorted(set(names))).encode()
-
-
-def to_names(given: bytes) -> tuple[str, ...]:
-    """Return the sorted names that `from_names` encoded. Raises InputError: anything else."""
-    try:
-        names = json.loads(given)
-        if names == sorted(set(map(str, names))):
-            return tuple(names)
-    except (ValueError, TypeError):
-        pass
-    raise InputError("a list of sites is not understood: expected the bytes of messages.from_names")
 
 
 def task_in(question: Step) -> Task:

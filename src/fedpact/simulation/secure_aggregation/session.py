@@ -6,7 +6,7 @@ valid answer to the one before; the session ends if these are fewer than t, or t
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, islice
 from typing import Final
@@ -77,7 +77,7 @@ class Session:
 
     def ask_keys(self) -> dict[str, Step]:
         """Ask all sites."""
-        block = {"slots": messages.from_number(self.slots)}
+        block = {"slots": self.slots.to_bytes()}
         return {site: messages.step(self.place, site, "keys", block) for site in sorted(self.keys)}
 
     def take_keys(self, site: str, answer: Step) -> None:
@@ -201,7 +201,7 @@ class Sum:
     def ask_consistency(self) -> dict[str, Step]:
         """Send U3, the sites in the sum, their list."""
         survivors = around(self.session.circle, self.round, self.replies, "sent masked vectors")
-        block = {"survivors": messages.from_names(survivors)}
+        block = {"survivors": "\n".join(survivors).encode()}
         return {site: messages.step(self.place, site, "consistency", block) for site in survivors}
 
     def take_consistency(self, site: str, answer: Step) -> None:
@@ -273,7 +273,10 @@ class Sum:
         advert, place = self.session.adverts[owner], self.session.circle.place
         most = max(_MOST_TRIES, 1 + len(given))
         # The number of subsets grows fast; these tries suffice for a few liars.
-        for out in islice(self._left_out(given, least), most):
+        spare = range(max(0, len(given) - least + 1))
+        subsets = chain.from_iterable(combinations(given, k) for k in spare)
+        # Sites that were wrong before in this sum come first.
+        for out in islice(chain([tuple(self._wrong)], subsets), most):
             those = [site for site in given if site not in out][:least]
             try:
                 secret = keys.recover_secret({place(s): self.opened[s][name] for s in those})
@@ -290,14 +293,6 @@ class Sum:
         # Leaving out each site in turn would have found a single liar, so the dealer is blamed.
         blamed = owner if len(given) > least else ""
         raise SecretsDoNotFit(f"the opened shares of {owner} do not give its secret", blamed)
-
-    def _left_out(self, given: list[str], least: int) -> Iterator[tuple[str, ...]]:
-        """Yield sets of sites to leave out; sites that were wrong before in this sum come first."""
-        spare = len(given) - least
-        wrong = tuple(sorted(self._wrong.intersection(given)))
-        if 0 < len(wrong) <= spare:
-            yield wrong
-        yield from chain.from_iterable(combinations(given, k) for k in range(spare + 1))
 
     def _tell(self, owner: str, out: tuple[str, ...]) -> None:
         for site in sorted({*out} - self._wrong):
