@@ -226,15 +226,8 @@ class FairOracle(OracleWrapper):
     def __init__(self, inner: Oracle, weights: Weighting, extra: tuple[str, ...]) -> None:
         super().__init__(inner)
         self._weights, self._extra = weights, extra
-        self._source: Iterator[Batch] = iter(())
-        self._last: Batch | None = None
-
-    @property
-    def last_batch(self) -> Batch:
-        """The last batch, still open. Raises InputError if none was asked for."""
-        if self._last is None:
-            raise InputError("no batch was asked for: expected a solver of at least one step")
-        return self._last
+        self._source: Iterator[Batch]
+        self.last_batch: Batch
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         if count > 1:
@@ -242,8 +235,8 @@ class FairOracle(OracleWrapper):
                 yield FairBatch(batch, self._weights)
         # The iterator is not exhausted, which would close the batch.
         self._source = iter(self._inner.batches(1, *channels, *self._extra))
-        self._last = next(self._source)
-        yield FairBatch(self._last, self._weights)
+        self.last_batch = next(self._source)
+        yield FairBatch(self.last_batch, self._weights)
 
 
 class FairBatch(BatchAround):

@@ -23,6 +23,15 @@ EXCLUDED_BY_TWO_MODELS: Final = {
 }
 """Parts that exclude a model per site beside the shared one; see MethodFacts.excludes."""
 
+EXCLUDED_BY_OWN_CLIP: Final = {
+    "fairness": "it weights records by their losses, and the clip depends on their lengths",
+    "local": "it uses plain steps, whose noise depends on the clip",
+    "privacy.clip_schedule": "its clip already depends on the gradients",
+    "privacy.mode": "every gradient is scaled to the clip, whatever that is",
+    "control": "the controller's estimates assume a constant clip",
+}
+"""Parts that exclude a clip that each site chooses itself; see MethodFacts.excludes."""
+
 Aggregation = Literal["size", "uniform"]
 """The sites' weights in a mean: p_i = N_i / Σ N, or 1 / (number of sites)."""
 

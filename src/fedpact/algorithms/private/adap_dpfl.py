@@ -24,7 +24,7 @@ import torch
 from pydantic import Field
 
 from fedpact.algorithms import MethodFacts, Neutral, fedavg
-from fedpact.algorithms.common.steps import round_steps
+from fedpact.algorithms.common.steps import EXCLUDED_BY_OWN_CLIP, round_steps
 from fedpact.common.messages import Local, State, Task
 from fedpact.privacy.oracle import Oracle, Uniform
 
@@ -48,13 +48,7 @@ def facts(settings: Settings) -> MethodFacts:
         scales_steps=("clip",),
         needs_all_sites="",
         needs_own_noise="a site's clip depends on its gradients, which only its own noise hides",
-        excludes={
-            "fairness": "it weights records by their losses, and the clip depends on their lengths",
-            "local": "it uses plain steps, whose noise depends on the clip",
-            "privacy.clip_schedule": "its clip already depends on the gradients",
-            "privacy.mode": "every gradient is scaled to the clip, whatever that is",
-            "control": "the controller's estimates assume a constant clip",
-        },
+        excludes=EXCLUDED_BY_OWN_CLIP,
     )
 
 
