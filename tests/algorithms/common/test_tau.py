@@ -14,7 +14,6 @@ from fedpact.algorithms.common.tau_control import (
     best_tau,
     even_split,
     gradient_spread,
-    longest,
     tau_by_kappa,
 )
 from fedpact.common.errors import InputError
@@ -162,10 +161,6 @@ def test_rounds_may_cost_more_with_more_local_iterations():
     assert best_tau(Drift(0.5, 1, 0.1, 1), EVEN, total, 100) == 10
 
 
-def test_rounds_at_most_double_and_stay_below_100():
-    assert [longest(tau) for tau in (1, 7, 50, 51, 400)] == [2, 14, 100, 100, 100]
-
-
 # ---------------------------------------------------------------- κ
 
 
@@ -196,7 +191,6 @@ def test_the_sensitivity_is_exact():
         lambda: Drift(0.1, 1, 1, 1).h(0),
         lambda: gradient_spread(-1.0, 4, 0.1),
         lambda: gradient_spread(1.0, 0, 0.1),
-        lambda: longest(0),
         lambda: allowed_iterations(-1, 3),
         lambda: allowed_iterations(10, math.nan),
         lambda: allowed_iterations(10, lambda tau: math.nan)(1),

@@ -117,11 +117,6 @@ def gradient_spread(divergence: float, dimension: int, noise: float) -> float:
     )
 
 
-def longest(previous: int) -> int:
-    """Return τ_m = min(2 τ_prev, 100), the most local iterations of the next round."""
-    return min(2 * check.count(previous=previous), MAX_LOCAL_STEPS)
-
-
 def allowed_iterations(iterations_left: float, rounds_left: float | Allowed) -> Allowed:
     """Return T(τ) = min(iterations_left, τ · rounds_left).
 
@@ -146,7 +141,7 @@ def even_split(iterations: Allowed, most: int) -> int:
 
     >>> even_split(allowed_iterations(1585, 317), most=100)
     5
-    >>> even_split(allowed_iterations(1585, 317), most=longest(2))
+    >>> even_split(allowed_iterations(1585, 317), most=4)
     4
     """
     return int(np.argmax(_totals(iterations, most))) + 1
@@ -220,69 +215,74 @@ _VARIANCE: Final = "_variance"
 
 @dataclass
 class Fold:
-    """Sums over the replies of a round, which pass through one at a time.
+    """What the controller keeps of a round's replies, which pass through one at a time.
 
-    w [d], steps τ >= 1, learning_rate η > 0: of the round's task.
+    w [d], steps τ >= 1, learning_rate η > 0: of the round's task. sent: each site's weight and
+    numbers. mean, lengths: Σ p_i x_i [d] and Σ weight ‖x_i‖² of the exact gradients x_i, or of
+    x_i = w - w_i as long as all sites made plain SGD steps (`straight`).
     """
 
     w: Tensor
     steps: int
     learning_rate: float
-    weight: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict[str, float])
-    least_left: float = UNLIMITED
+    sent: list[tuple[float, Numbers]] = field(default_factory=list[tuple[float, Numbers]])
     straight: bool = True
     mean: Tensor | None = None
+    lengths: float = 0.0
 
     def through(self, replies: Iterable[Reply]) -> Iterator[Reply]:
         """Yield the replies, counting each."""
         for reply in replies:
-            self._count(reply)
+            weight = positive(weight=reply.weight)
+            numbers = split_state(State(numbers=reply.numbers), CONTROL_PREFIX)[0].numbers
+            self.sent.append((weight, numbers))
+            x = reply.vectors.get(CONTROL_PREFIX + "gradient")
+            if x is None:
+                self.straight = self.straight and bool(numbers["straight"])
+                x = self.w - reply.vectors["w"] if self.straight else None
+            if x is not None:
+                self.lengths += weight * dot(x, x)
+                share = weight / self.weight
+                self.mean = x.clone() if self.mean is None else self.mean.lerp_(x, share)
             yield reply
 
-    def _count(self, reply: Reply) -> None:
-        weight = positive(weight=reply.weight)
-        sent = split_state(State(numbers=reply.numbers), CONTROL_PREFIX)[0].numbers
-        self.weight += weight
-        self.least_left = min(self.least_left, sent["steps_left"])
-        self._add("noise_squares", weight**2 * sent["noise"])
-        for name, value in sent.items():
-            share = weight * (sent["pairs"] if name.removesuffix(_VARIANCE) in _PAIRED else 1)
-            # The variance of a mean of independent values: shares enter squared.
-            self._add(name, (share**2 if name.endswith(_VARIANCE) else share) * value)
-        given = reply.vectors.get(CONTROL_PREFIX + "gradient")
-        if given is None:
-            self.straight = self.straight and bool(sent["straight"])
-            given = self.w - reply.vectors["w"] if self.straight else None
-        if given is not None:
-            self._spread(given, weight)
+    @property
+    def weight(self) -> float:
+        """The sum of the sites' weights."""
+        return sum(weight for weight, _ in self.sent)
 
-    def _spread(self, x: Tensor, weight: float) -> None:
-        """Add x [d] to Σ p_i x_i and Σ p_i ‖x_i‖²."""
-        self._add("lengths", weight * dot(x, x))
-        if self.mean is None:
-            self.mean = x.clone()
-        else:
-            self.mean.lerp_(x, weight / self.weight)
+    @property
+    def compared(self) -> bool:
+        """Whether a site had two points to compare."""
+        return any(numbers["pairs"] for _, numbers in self.sent)
 
-    def _add(self, name: str, value: float) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + value
+    @property
+    def least_left(self) -> float:
+        """The fewest iterations that any site has left."""
+        return min([UNLIMITED, *(numbers["steps_left"] for _, numbers in self.sent)])
 
     def mean_of(self, name: str) -> float:
         """Return a number's mean over the sites that sent it; a variance becomes the mean's."""
-        among = self.sums["pairs"] if name.removesuffix(_VARIANCE) in _PAIRED else self.weight
-        return self.sums[name] / (among**2 if name.endswith(_VARIANCE) else among)
+        paired = name.removesuffix(_VARIANCE) in _PAIRED
+        # The variance of a mean of independent values: shares enter squared.
+        power = 2 if name.endswith(_VARIANCE) else 1
+        shares = [weight * (numbers["pairs"] if paired else 1) for weight, numbers in self.sent]
+        each = zip(shares, self.sent, strict=True)
+        return sum(share**power * sent[name] for share, (_, sent) in each) / sum(shares) ** power
 
-    def variance_of(self, x: Tensor) -> float:
-        """Return Σ p_i ‖x_i - x‖² >= 0, x = Σ p_i x_i the mean."""
-        return max(0.0, self.sums["lengths"] / self.weight - dot(x, x))
+    def spread(self) -> float:
+        """Return Σ p_i ‖x_i - x‖² >= 0, x = Σ p_i x_i the mean; 0 without one."""
+        if self.mean is None:
+            return 0.0
+        return max(0.0, self.lengths / self.weight - dot(self.mean, self.mean))
 
     def divergence(self) -> float:
         """Return ξ² of this round, of either sign, or a bound on it; see the module."""
         if not self.straight or self.mean is None:
             return self.mean_of("square")
-        noise = self.mean_of("noise") - self.sums["noise_squares"] / self.weight**2
-        spread = self.variance_of(self.mean) / (self.learning_rate * self.steps) ** 2
+        squares = sum(weight**2 * numbers["noise"] for weight, numbers in self.sent)
+        noise = self.mean_of("noise") - squares / self.weight**2
+        spread = self.spread() / (self.learning_rate * self.steps) ** 2
         return spread - len(self.w) * noise / self.steps
 
 
@@ -292,7 +292,7 @@ def update_averages(before: Numbers, fold: Fold) -> dict[str, float]:
     after = {**before, **counts, "rounds": counts["rounds"] + 1, "noise": fold.mean_of("noise")}
     now = {name: fold.mean_of(name) for name in ("length", "length_variance")}
     now["divergence"] = fold.divergence()
-    if fold.sums["pairs"]:
+    if fold.compared:
         after["pairs"] += 1
         names = ("change", "distance", "change_variance")
         now |= {name: fold.mean_of(name) for name in names}
@@ -313,13 +313,13 @@ def raw(before: Numbers, fold: Fold) -> dict[str, float]:
     least the paper's mean.
     """
     after = {"pairs": 0.0, **before, "noise": fold.mean_of("noise")}
-    if fold.mean is not None and fold.sums["pairs"]:
+    if fold.compared:
         after |= {
             "pairs": after["pairs"] + 1,
             "change": fold.mean_of("smoothness") ** 2,
             "distance": 1.0,
             "length": fold.mean_of("lipschitz") ** 2,
-            "divergence": fold.variance_of(fold.mean),
+            "divergence": fold.spread(),
         }
     return after
 
@@ -430,7 +430,7 @@ class Controller:
             return ChosenTau(0)
         if not own.numbers["steps"]:
             return ChosenTau(1)
-        most = min(longest(int(own.numbers["steps"])), self.ali.most_local_steps, int(limit))
+        most = min(2 * int(own.numbers["steps"]), self.ali.most_local_steps, int(limit))
         allowed = allowed_iterations(limit, rounds_left(left.numbers))
         drift_ = drift(own.numbers, self.learning_rate, len(rest.vectors["w"]))
         if drift_ is None:
