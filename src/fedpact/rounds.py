@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
-from fedpact.algorithms.wrappers.questions import HeldOutQuestions
 from fedpact.algorithms.wrappers.robust import Tally, fold_replies
-from fedpact.algorithms.wrappers.tasks import RoundTasks
+from fedpact.algorithms.wrappers.tasks import HeldOutQuestions, RoundTasks
 from fedpact.common.errors import FedpactError
 from fedpact.common.messages import RoundRecord, State, Task, Transport
 from fedpact.common.params import all_finite
