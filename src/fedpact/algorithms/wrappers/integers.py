@@ -77,25 +77,14 @@ def step_of(x: Tensor, units: float = DEFAULT_STEPS) -> float:
     Rounding to it adds 1/(12 units²) of the variance of a normal x. Unlike a mean, the median does
     not depend on the number of threads.
     """
-    lengths = x.detach().abs()
-    deviation = _NORMAL * _median(_at_hand(lengths)) if x.numel() else 0.0
+    if not x.numel():
+        return 1.0
+    lengths, middle = _at_hand(x.abs()), (x.numel() - 1) // 2
+    deviation = _NORMAL * float(np.partition(lengths, middle)[middle])
     if not deviation > 0:
-        deviation = float(lengths.double().square().mean().sqrt()) if x.numel() else 0.0
+        deviation = float(np.sqrt(np.square(lengths, dtype=float).mean()))
     # A denormal deviation may underflow.
     return deviation / units if deviation / units > 0 else 1.0
-
-
-def _median(values: _Floats) -> float:
-    """Return the lower median, searched between two numbers near a sample's median."""
-    middle = (len(values) - 1) // 2
-    some = np.sort(values[:: max(1, len(values) // 4096)])
-    low, high = (some[int(share * (len(some) - 1))] for share in (0.46, 0.54))
-    below = np.count_nonzero(values < low)
-    near = values[(values >= low) & (values <= high)]
-    # If it is not between them, or for NaN, search all.
-    if not below <= middle < below + len(near) or not high < math.inf:
-        return float(torch.from_numpy(values).median())
-    return float(np.partition(near, middle - below)[middle - below])
 
 
 def quantise(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tensor, float]:
