@@ -2,13 +2,14 @@
 
 The client gives the algorithm its memory and an oracle, stores what the algorithm wants to
 remember, and turns a refusal into a code. New memory is pending until a later Task says that the
-reply of that round was included; otherwise it is dropped.
+reply of that round was included; otherwise it is dropped. Both are in one file.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +26,8 @@ from fedpact.common.messages import (
     Vectors,
     encode_parts,
     from_bytes,
+    join,
+    split_state,
 )
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Oracle
@@ -34,7 +37,7 @@ Context = TypeVar("Context")
 Payload = TypeVar("Payload", Task, State, Local)
 
 _CPU: Final = torch.device("cpu")
-_COMMITTED, _PENDING = "committed", "pending"
+_OLD, _NEW = "old/", "new/"
 _NOTHING: Final = State()
 """The memory of an algorithm that stores nothing: one object, so that it is hashed once."""
 
@@ -46,41 +49,35 @@ _LOST = (
 
 
 class MemoryStore(Protocol):
-    """Where a site stores its memory: contents by name."""
+    """Where a site stores its memory."""
 
     @property
     def path(self) -> Path:
         """The file, for messages."""
         ...
 
-    def read(self, name: str) -> bytes | None:
-        """Return what is stored under a name, None if nothing is."""
+    def read(self) -> bytes | None:
+        """Return what is stored, None if nothing is."""
         ...
 
-    def write(self, name: str, *content: bytes | memoryview) -> None:
-        """Store these parts, joined, under a name."""
+    def write(self, *content: bytes | memoryview) -> None:
+        """Store these parts, joined."""
         ...
 
 
-class MemoryFiles:
-    """Memory in two files: memory.safetensors and pending-memory.safetensors.
-
-    path: of the first.
-    """
+class MemoryFile:
+    """Memory in a file of its own."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def _file(self, name: str) -> Path:
-        return self.path if name == _COMMITTED else self.path.with_name("pending-" + self.path.name)
+    def read(self) -> bytes | None:
+        """Return what is stored, None if nothing is."""
+        return self.path.read_bytes() if self.path.exists() else None
 
-    def read(self, name: str) -> bytes | None:
-        """Return what is stored under a name, None if nothing is."""
-        return self._file(name).read_bytes() if self._file(name).exists() else None
-
-    def write(self, name: str, *content: bytes | memoryview) -> None:
-        """Store these parts, joined, under a name."""
-        write_whole(self._file(name), *content)
+    def write(self, *content: bytes | memoryview) -> None:
+        """Store these parts, joined."""
+        write_whole(self.path, *content)
 
 
 class Client(Generic[Context]):
@@ -89,8 +86,7 @@ class Client(Generic[Context]):
     size: the site's declared size, the weight of its replies.
     oracle: creates the oracle for one task, memory and context.
     ledger: None in a plain run.
-    memory: a store, or the path of the first of two files. It is read once, at the start, and
-    written after every task.
+    memory: a store, or a file's path. It is read once, at the start, and written after every task.
     policy: what the site's owner allows; None only in a simulation without one.
     examine: answers an EVALUATION task with sums over held-out records; None if there are none.
     device: where the oracle computes. Messages and memory always stay on the CPU.
@@ -131,7 +127,7 @@ class Client(Generic[Context]):
                 memory = self.read_memory(task)
                 return self._reply(task, Local(self._examine(task, memory, bench)))
             self._check(task)
-            memory = self._memory.for_task(task)
+            memory = self.read_memory(task)
             oracle = self._oracle(task, memory, bench)
             local = self._method.local(
                 _moved(self._device, task), oracle, _moved(self._device, memory)
@@ -142,15 +138,8 @@ class Client(Generic[Context]):
             return Refusal(task.run, task.round, self.name, "budget")
         except PrivacyError:
             return Refusal(task.run, task.round, self.name, "policy")
-        self._memory.keep(task.round, _moved(_CPU, local.memory))
+        self._memory.keep(task, _moved(_CPU, local.memory))
         return self._reply(task, local)
-
-    def settle(self, task: Task) -> None:
-        """Store as committed the memory of the round that the task says was included last.
-
-        `handle` does so as well; done before, it writes nothing until it has computed.
-        """
-        self._memory.for_task(task)
 
     def read_memory(self, task: Task) -> State:
         """Return the memory as of the round that the task says was included last."""
@@ -211,49 +200,41 @@ def _moved(device: torch.device, held: Payload) -> Payload:
 
 
 class _Memory:
-    """Two versions: the one whose reply the server has included, and the pending one."""
+    """Two versions, each with its round: what the server last included, and the last task's."""
 
     def __init__(self, at: Path | MemoryStore) -> None:
-        self._store, self._there = MemoryFiles(at) if isinstance(at, Path) else at, set[str]()
+        self._store = MemoryFile(at) if isinstance(at, Path) else at
         self.reload()
 
     def reload(self) -> None:
-        self._committed, self._committed_round = self._read(_COMMITTED)
-        self._pending, self._pending_round = self._read(_PENDING)
+        self._old, self._new = (_NOTHING, -1), (_NOTHING, -1)
+        block = self._store.read()
+        if block is not None:
+            with parse_errors(self._store.path, _LOST):
+                whole: Any = from_bytes(block, math.inf)
+                self._old, self._new = _unpacked(whole, _OLD), _unpacked(whole, _NEW)
 
     def after(self, included: int) -> State:
-        """Return the memory as of the last included round, -1 for none; changes nothing."""
-        newer = self._pending_round == included > self._committed_round
-        return self._pending if newer else self._committed
+        """Return the memory as of the last included round, -1 for none."""
+        return self._version(included)[0]
 
-    def for_task(self, task: Task) -> State:
-        if self._pending_round == task.included > self._committed_round:
-            # Write first: if that fails, memory is unchanged and the next task tries again.
-            self._write(_COMMITTED, self._pending, self._pending_round)
-            self._committed, self._committed_round = self._pending, self._pending_round
-        return self._committed
-
-    def keep(self, round_number: int, memory: State) -> None:
-        if not (memory.vectors or memory.numbers):
-            memory = _NOTHING
-        self._pending, self._pending_round = memory, round_number
-        self._write(_PENDING, memory, round_number)
-
-    def _write(self, name: str, memory: State, round_number: int) -> None:
+    def keep(self, task: Task, memory: State) -> None:
+        old = self._version(task.included)
+        new = memory if memory.vectors or memory.numbers else _NOTHING, task.round
         # Most algorithms have no memory; then nothing is written.
-        if memory is not _NOTHING or name in self._there:
-            numbers = {**memory.numbers, "/round": round_number}
-            self._store.write(name, *encode_parts(State(memory.vectors, numbers)))
-            self._there.add(name)
+        if any(state is not _NOTHING for state, _ in (old, new, self._old, self._new)):
+            rounds = State({}, {_OLD: old[1], _NEW: new[1]})
+            whole = join(old[0], _OLD, join(new[0], _NEW, rounds))
+            self._store.write(*encode_parts(whole))
+        # If writing fails, memory is unchanged and the next task tries again.
+        self._old, self._new = old, new
 
-    def _read(self, name: str) -> tuple[State, int]:
-        block = self._store.read(name)
-        if block is None:
-            return _NOTHING, -1
-        self._there.add(name)
-        with parse_errors(self._store.path, _LOST):
-            stored = from_bytes(block)
-            numbers = dict(stored.numbers) if isinstance(stored, State) else {}
-            vectors = stored.vectors if isinstance(stored, State) else {}
-            number = int(numbers.pop("/round"))
-        return State(vectors, numbers) if vectors or numbers else _NOTHING, number
+    def _version(self, included: int) -> tuple[State, int]:
+        return self._new if self._new[1] == included > self._old[1] else self._old
+
+
+def _unpacked(whole: State, prefix: str) -> tuple[State, int]:
+    own, _ = split_state(whole, prefix)
+    numbers = dict(own.numbers)
+    number = int(numbers.pop(""))
+    return State(own.vectors, numbers) if own.vectors or numbers else _NOTHING, number

@@ -14,11 +14,16 @@ from torch import Tensor
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.client import Client
-from fedpact.common.messages import Reply, State, Task, from_bytes, to_bytes
+from fedpact.common.messages import Reply, State, Task, from_bytes, split_state, to_bytes
 from fedpact.common.run_folder import Folder
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
+
+
+def pending(path):
+    """What a site's last request left in its memory, which is pending."""
+    return split_state(from_bytes(path.read_bytes()), "new/")[0]
 
 
 @dataclass
@@ -100,8 +105,7 @@ class Rounds:
         return self.state.vectors["w"]
 
     def left(self, name):
-        """What the site's last request left in its memory, which is pending."""
-        return from_bytes((self.folder / name / "pending-memory.safetensors").read_bytes())
+        return pending(self.folder / name / "memory.safetensors")
 
 
 RATE, STEPS, ALPHA = 0.1, 4, 1.5
@@ -200,8 +204,8 @@ def test_a_site_that_has_spent_its_budget_takes_its_state_along(name, tmp_path):
         state = Folder(tmp_path / "run").restore()[0].state.vectors
         if record.round:
             stay = [f"site-0{k}" for k in range(3) if f"site-0{k}" not in record.refused]
-            files = {n: tmp_path / "run" / "sites" / n / "pending-memory.safetensors" for n in stay}
-            now = {n: from_bytes(file.read_bytes()).vectors[key] for n, file in files.items()}
+            files = {n: tmp_path / "run" / "sites" / n / "memory.safetensors" for n in stay}
+            now = {n: pending(file).vectors[key] for n, file in files.items()}
             sizes = {n: held["size"] for n, held in stated(tmp_path / "run").items()}
             total = sum(sizes[n] for n in stay)
             average = sum(sizes[n] / total * now[n] for n in stay)

@@ -627,7 +627,6 @@ def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypat
 
 
 def test_room_and_a_readable_store_last_while_a_site_computes(make, tmp_path, monkeypatch):
-    """The memory of the last round is written before: by its length it would lock the store."""
     home = make(tmp_path / "d", algorithm="scaffold", rounds=5, settings={}) / "sites" / "site-00"
     found, write = [], store.RunMemory.write
 
@@ -636,9 +635,9 @@ def test_room_and_a_readable_store_last_while_a_site_computes(make, tmp_path, mo
         assert read_store(home, "reply") is not None
         return oracle(*about)
 
-    def write_long(memory, name, *content):
+    def write_long(memory, *content):
         """As of a long model: more than SQLite keeps in memory until a commit."""
-        write(memory, name, *content, bytes(2**22))
+        write(memory, *content, bytes(2**22))
 
     monkeypatch.setattr(store.RunMemory, "write", write_long)
     monkeypatch.setattr(store, "_WAIT_SECONDS", 0.01)

@@ -268,17 +268,17 @@ def test_memory_follows_included_rounds_across_restart(make, tmp_path):
     whole = make(tmp_path / "fedfdp", algorithm="fedfdp", settings={})
     directory = whole / "sites" / "site-00"
 
-    def bound(name):
+    def bound(version):
         run = Federation.read(directory / "federation.toml").run
-        return from_bytes(stored(directory, f"{run}/{name}")).numbers["loss_bound"]
+        return from_bytes(stored(directory, f"{run}/memory")).numbers[f"{version}/loss_bound"]
 
     for number, included in ((1, -1), (2, 1), (3, 1)):
         with Site(directory) as site:
             task = task_of(site, number, included, numbers={"loss": 2.0})
             assert isinstance(from_bytes(site.handle(task)), Reply)
         if number == 1:
-            first = bound("pending")
-    assert bound("committed") == first
+            first = bound("new")
+    assert bound("old") == first
 
 
 @pytest.mark.parametrize("how", [{"algorithm": "fedfdp"}, {"algorithm": "mr_mtl"}])

@@ -397,9 +397,9 @@ def test_the_form_of_a_reply_is_found_for_every_algorithm(make, tmp_path, name):
     assert len(records) >= 2
     assert all(record.refused == {} for record in records)
     run = node.site.run
-    names = "reply", f"{run}/committed", f"{run}/pending"
-    kept = [stored(node.directory, name) or b"" for name in names]
-    assert max(map(len, kept)) <= 3 * len(node.heard[-1])
+    reply, memory = (stored(node.directory, name) or b"" for name in ("reply", f"{run}/memory"))
+    assert len(reply) <= 3 * len(node.heard[-1])
+    assert len(memory) <= 6 * len(node.heard[-1])
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8", "topk", "grid"])

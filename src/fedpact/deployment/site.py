@@ -384,11 +384,6 @@ class Site:
         self.take_part()
         before, files = self.ledger.length, (self._store, self._witness.path, self.ledger.path)
         try:
-            if task.algorithm != EVALUATION:
-                # A write gives the room back, so it is taken again; and in the transaction, one of
-                # many pages would lock the store for as long as the site computes.
-                with room(task, *files):
-                    self._client.settle(task)
             with room(task, *files):
                 return self._charged(task)
         except Exception as error:  # any error: the charge has no reply

@@ -1,7 +1,7 @@
 """A site's state between rounds: site.db, an SQLite file that changes by transactions.
 
     reply, evaluation           the last replies with their tasks, to be repeated if asked again
-    RUN/committed, RUN/pending  the algorithm's memory for a run (RunMemory, client.Client)
+    RUN/memory                  the algorithm's memory for a run (RunMemory, client.Client)
     opened                      the sites of the last sum that this site helped to open, with secure
                                 aggregation; created at the first opening, then required
     progress, figures           counts of answers, and exact sums after each round, for the owner
@@ -163,13 +163,13 @@ class RunMemory:
         """The store's file."""
         return self.store.path
 
-    def read(self, name: str) -> bytes | None:
-        """Return this run's content under a name; None if there is none."""
-        return self.store.read(f"{self.run}/{name}")
+    def read(self) -> bytes | None:
+        """Return this run's content; None if there is none."""
+        return self.store.read(f"{self.run}/memory")
 
-    def write(self, name: str, *content: bytes | memoryview) -> None:
-        """Store these parts under a name."""
-        self.store.write(f"{self.run}/{name}", *content)
+    def write(self, *content: bytes | memoryview) -> None:
+        """Store these parts, joined."""
+        self.store.write(f"{self.run}/memory", *content)
 
 
 def read_store(directory: Path, name: str) -> bytes | None:
@@ -241,8 +241,8 @@ def room(task: Task, store: Store, *paths: Path) -> Generator[None]:
     """
     *replaced, ledger = paths
     probe = ledger.with_name(ledger.name + ".room")
-    # The reply, the method's memory, and SQLite's journal of both.
-    length = 3 * _TIMES * task.wire_bytes + _SPARE
+    # The reply, the method's memory of two rounds, and SQLite's journal of both.
+    length = 6 * _TIMES * task.wire_bytes + _SPARE
     try:
         store.make_room(length)
         make_room(_SPARE, *replaced, probe)
