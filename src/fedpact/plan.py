@@ -153,7 +153,9 @@ class Plan(BaseModel):
         self.check_sites(self.sites)
         self.clock.check(self.sites, facts.needs_all_sites, self.secure_aggregation.threshold)
         self.budget.check_method(facts.controlled, self.task.kind)
-        self.evaluation.check_ends(*self.budget.good_enough, self.private, self.rounds)
+        self.evaluation.check_ends(
+            self.budget.accuracy, self.budget.patience, self.private, self.rounds
+        )
         if self.partition.validation and self.evaluation.used:
             raise ValueError(
                 f"partition.validation = {self.partition.validation} with evaluation.share = "

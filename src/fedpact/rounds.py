@@ -178,7 +178,7 @@ class Rounds:
 
     @cached_property
     def _early(self) -> Early:
-        return Early(*self.plan.budget.good_enough, self.form)
+        return Early(self.plan.budget.accuracy, self.plan.budget.patience, self.form)
 
 
 def _finite(state: State) -> bool:

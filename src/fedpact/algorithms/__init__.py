@@ -15,9 +15,9 @@ True
 
 import importlib
 import pkgutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -164,6 +164,7 @@ def names() -> list[str]:
     return sorted(_modules())
 
 
+@cache
 def _modules() -> dict[str, str]:
     """Algorithm -> the full name of its module, in this folder or in `private`."""
     found = dict[str, str]()
@@ -194,10 +195,6 @@ def load(name: str) -> Any:
                 f"and it lacks {lacking}; see docs/how-to/extend.md"
             )
         return found
-    # First look among loaded modules: listing the folder takes longer than reading a short plan.
-    loaded = sys.modules.get(f"{__name__}.{name}")
-    if loaded is not None and not hasattr(loaded, "__path__"):
-        return loaded
     places = _modules()
     if name not in places:
         known = sorted(places)

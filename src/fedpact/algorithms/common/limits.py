@@ -29,11 +29,6 @@ class Limits(BaseModel):
     """The run ends after so many evaluations in a row without a better accuracy."""
 
     @property
-    def good_enough(self) -> tuple[float | None, int | None]:
-        """The accuracy at which the run ends, and the patience for a better one."""
-        return self.accuracy, self.patience
-
-    @property
     def early(self) -> bool:
         """Whether a released accuracy may end the run."""
         return self.accuracy is not None or self.patience is not None
