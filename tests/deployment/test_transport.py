@@ -366,7 +366,7 @@ def test_each_malformed_reply_is_reported_separately(federation):
     ):
         bad = Reply(**{**good, "vectors": vectors})
         assert admission.fault("site-00", task, bad, form) == "form"
-    lossy = Form(form.vectors, frozenset({"loss"}))
+    lossy = Form(form.vectors, ("loss",))
     for loss, wrong, right in (
         (1.0, "form", None),
         (math.nan, "form", "not finite"),

@@ -20,7 +20,6 @@ from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
 from fedpact.simulation.secure_aggregation.encoding import (
     Coding,
     Form,
-    Layout,
     check_shares,
     coding_of,
 )
@@ -64,9 +63,9 @@ def secure_deployment(
     attempts: the file of transport.Attempts. form: returns that of a plain reply to a task.
     """
     coding = _coding(federation, plan)
-    layouts = dict[int, Layout]()
+    layouts = dict[int, Form]()
 
-    def layout(task: Task) -> Layout:
+    def layout(task: Task) -> Form:
         # Finding the form takes a training step on synthetic records: do it once per round.
         if task.round not in layouts:
             layouts.clear()

@@ -584,7 +584,7 @@ def test_the_sum_cannot_wrap(count):
     for _ in range(count):
         summed = summed + words
     back, _ = encoding.decode_fixed_point(
-        summed, float(count), count, encoding.Layout({"w": (x["w"].shape, x["w"].dtype)}, ())
+        summed, float(count), count, encoding.Form({"w": (x["w"].shape, x["w"].dtype)}, ())
     )
     assert back["w"].tolist() == [encoding.RANGE, -encoding.RANGE, encoding.RANGE, -encoding.RANGE]
 

@@ -77,11 +77,36 @@ def fraction_bits(sites: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The contents of a masked vector, in order: the coordinates of vectors, then numbers."""
+class Form:
+    """The vectors of a reply, with shapes and types, and the names of its numbers; both sorted.
+
+    A masked vector has the coordinates of the vectors, then the numbers, in this order. coded:
+    whether vectors are compressed blocks of any length (algorithms.wrappers.integers), whose
+    content is checked when they are decoded.
+    """
 
     vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
     numbers: tuple[str, ...]
+    coded: bool = False
+
+    @staticmethod
+    def of(vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> "Form":
+        """Return the form of these vectors and numbers."""
+        each = {name: (v.shape, v.dtype) for name, v in sorted(vectors.items())}
+        return Form(each, tuple(sorted(numbers)))
+
+    def fits(self, vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> bool:
+        """Whether a reply of these vectors and numbers has this form."""
+        found = Form.of(vectors, numbers)
+        if not self.coded or vectors.keys() != self.vectors.keys():
+            return replace(self, coded=False) == found
+        same = all(
+            (len(a), kind) == (len(b), other)
+            for (a, kind), (b, other) in zip(
+                self.vectors.values(), found.vectors.values(), strict=True
+            )
+        )
+        return same and self.numbers == found.numbers
 
     @property
     def length(self) -> int:
@@ -101,34 +126,6 @@ class Layout:
         return torch.from_numpy(values.copy()).to(dtype).reshape(shape)
 
 
-@dataclass(frozen=True)
-class Form:
-    """The expected vectors of a reply, with shapes and types, and the names of its numbers.
-
-    coded: whether vectors are compressed blocks of any length (algorithms.wrappers.integers), whose
-    content is checked when they are decoded.
-    """
-
-    vectors: Mapping[str, tuple[torch.Size, torch.dtype]]
-    numbers: frozenset[str]
-    coded: bool = False
-
-    @staticmethod
-    def of(vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> "Form":
-        """Return the form of these vectors and numbers."""
-        return Form({n: (v.shape, v.dtype) for n, v in vectors.items()}, frozenset(numbers))
-
-    def fits(self, vectors: Mapping[str, Tensor], numbers: Iterable[str]) -> bool:
-        """Whether a reply of these vectors and numbers has this form."""
-        if self.coded and vectors.keys() == self.vectors.keys():
-            same = all(
-                (v.dim(), v.dtype) == (len(self.vectors[n][0]), self.vectors[n][1])
-                for n, v in vectors.items()
-            )
-            return same and self.numbers == frozenset(numbers)
-        return replace(self, coded=False) == Form.of(vectors, numbers)
-
-
 class _Masking:
     """The part that all codings share: words of `bits` bits replace everything but public numbers.
 
@@ -142,7 +139,7 @@ class _Masking:
         """b, the width of a word. Raises PlanError: 32 bits do not hold the sum."""
         return 64
 
-    def length(self, layout: Layout) -> int:
+    def length(self, layout: Form) -> int:
         """Return the number of words of a plain reply."""
         return layout.length
 
@@ -156,13 +153,13 @@ class _Masking:
         """Return the words of a masked reply."""
         return unpack_bits(masked.vectors[MASKED].numpy(), self.bits)
 
-    def form(self, layout: Layout) -> Form:
+    def form(self, layout: Form) -> Form:
         """Return the form of a masked reply."""
         # Whole bytes, rounded up.
         size = torch.Size([-(-self.length(layout) * self.bits // 8)])
-        return Form({MASKED: (size, torch.uint8)}, frozenset(self.summed.public))
+        return Form({MASKED: (size, torch.uint8)}, tuple(sorted(self.summed.public)))
 
-    def _check_length(self, total: RingWords, layout: Layout) -> None:
+    def _check_length(self, total: RingWords, layout: Form) -> None:
         if len(total) != self.length(layout):
             raise InputError(
                 f"a sum has {len(total)} words: expected {self.length(layout)}, as one reply has"
@@ -202,13 +199,13 @@ class FixedPointMean(_Masking):
         """Raise InputError if a masked reply's public numbers are impossible for honest sites."""
         self.weight(reply)
 
-    def layout(self, form: Form) -> Layout:
-        """Return the layout of a plain reply of this form."""
-        numbers = tuple(sorted(form.numbers - set(self.summed.public)))
-        return Layout(dict(sorted(form.vectors.items())), numbers)
+    def layout(self, form: Form) -> Form:
+        """Return what is masked of a plain reply of this form."""
+        numbers = tuple(name for name in form.numbers if name not in self.summed.public)
+        return Form(form.vectors, numbers)
 
     def mean(
-        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
+        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Form
     ) -> tuple[State, float]:
         """Return the mean of a sum, and the bound on its error in each coordinate."""
         self._check_length(total, layout)
@@ -248,7 +245,7 @@ class RoundedMean(FixedPointMean):
         """b, the width of a word. Raises PlanError: 32 bits do not hold the sum."""
         return own_noise_bits(self.terms, self._noise(1), self.method.steps())
 
-    def length(self, layout: Layout) -> int:
+    def length(self, layout: Form) -> int:
         """Return the number of words of a plain reply."""
         of_one = len(split_words(np.zeros(1, np.uint64), self._part))
         return layout.length + len(layout.numbers) * (of_one - 1)
@@ -268,7 +265,7 @@ class RoundedMean(FixedPointMean):
         return np.concatenate([*parts, split_words(numbers, self._part)])
 
     def mean(
-        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
+        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Form
     ) -> tuple[State, float]:
         """Return the mean of a sum, and the bound on its error in each coordinate."""
         self._check_length(total, layout)
@@ -282,7 +279,7 @@ class RoundedMean(FixedPointMean):
             away = centre_words(words - start.astype(np.int64).astype(np.uint32), self.bits)
             vectors[name] = layout.shaped(name, (start + away) * (units[name] / share))
         whole = join_words(rest & np.uint32(2**self.bits - 1), self._part)
-        _, numbers = decode_fixed_point(whole, share, self.sites, Layout({}, layout.numbers))
+        _, numbers = decode_fixed_point(whole, share, self.sites, Form({}, layout.numbers))
         error = max(len(replies) / 2 * max(units.values()) / share, rounding(share, self.sites))
         return State(vectors, numbers), error + stored_to(vectors)
 
@@ -317,7 +314,7 @@ class RoundedMean(FixedPointMean):
 def encode_fixed_point(
     vectors: Mapping[str, Tensor], numbers: Mapping[str, float], share: float, sites: int
 ) -> RingWords:
-    """Return e_i, uint64 [L], in the order of Layout. share: p_i in (0, 1]. sites: n.
+    """Return e_i, uint64 [L], in the order of Form. share: p_i in (0, 1]. sites: n.
 
     Raises DataError: NaN or infinity. InputError: a share out of range.
     """
@@ -345,7 +342,7 @@ def stored_to(vectors: Mapping[str, Tensor]) -> float:
 
 
 def decode_fixed_point(
-    total: RingWords, share: float, sites: int, layout: Layout
+    total: RingWords, share: float, sites: int, layout: Form
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the mean of vectors and numbers from Σ e_i, uint64 [L].
 
@@ -466,16 +463,16 @@ class SharedSum(_Masking):
         if reply.site not in self.terms:
             raise InputError(f"{reply.site} is not a site of this run")
 
-    def layout(self, form: Form) -> Layout:
-        """Return the layout of a plain reply of this form."""
+    def layout(self, form: Form) -> Form:
+        """Return what is masked of a plain reply of this form."""
         # The gradient's shape, or the model's before that is known: both are [d].
         shape, _ = form.vectors.get(_GRADIENT) or next(iter(form.vectors.values()))
         one = torch.Size([1])
         shapes = {name: shape if name == _GRADIENT else one for name in self._channels}
-        return Layout({name: (shape, torch.int64) for name, shape in shapes.items()}, ())
+        return Form({name: (shape, torch.int64) for name, shape in shapes.items()}, ())
 
     def mean(
-        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Layout
+        self, task: Task, replies: Mapping[str, Reply], total: RingWords, layout: Form
     ) -> tuple[State, float]:
         """Return the mean of a sum, and the bound on its error in each coordinate."""
         self._check_length(total, layout)

@@ -14,7 +14,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.secure_aggregation import messages
 from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
-from fedpact.simulation.secure_aggregation.encoding import Coding, Form, Layout, coding_of
+from fedpact.simulation.secure_aggregation.encoding import Coding, Form, coding_of
 from fedpact.simulation.secure_aggregation.graph import MaskingGraph
 from fedpact.simulation.secure_aggregation.transport import Attempts, Secured, Server, Take
 
@@ -56,14 +56,14 @@ class _Hall:
 
     def __init__(self, inner: Transport, maskers: Mapping[str, Masker], coding: Coding) -> None:
         self._inner, self._maskers, self._coding = inner, maskers, coding
-        self._layout: Layout | None = None
+        self._layout: Form | None = None
         self.tasks = dict[str, Task]()
 
     @property
     def sites(self) -> tuple[str, ...]:
         return self._inner.sites
 
-    def layout(self, task: Task) -> Layout:
+    def layout(self, task: Task) -> Form:
         """Return the layout of the last replies."""
         if self._layout is None:
             raise InputError(f"round {task.round}: no site has replied yet")

@@ -21,7 +21,7 @@ from fedpact.common.errors import FedpactError, InputError
 from fedpact.common.files import parse_errors, write_whole
 from fedpact.common.messages import EVALUATION, Refusal, Reply, State, Step, Task, encoded_length
 from fedpact.simulation.secure_aggregation import messages
-from fedpact.simulation.secure_aggregation.encoding import Coding, Layout
+from fedpact.simulation.secure_aggregation.encoding import Coding, Form
 from fedpact.simulation.secure_aggregation.graph import MaskingGraph
 from fedpact.simulation.secure_aggregation.keys import SUMS_AHEAD, SecretsDoNotFit
 from fedpact.simulation.secure_aggregation.session import BelowThreshold, Session
@@ -80,7 +80,7 @@ class Server:
     rounds: int
     least: int
     retries: int
-    layout: Callable[[Task], Layout]
+    layout: Callable[[Task], Form]
     fault: Callable[[str, Task, Reply], str | None] = lambda *_: None
     mean_fault: Callable[[Task, list[str], State, float], str | None] = lambda *_: None
 
