@@ -18,14 +18,13 @@ from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings
-from fedpact.algorithms.common.steps import follow_quantile, round_steps, sgd
+from fedpact.algorithms.common.steps import HookedBatch, follow_quantile, round_steps, sgd
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import Local, Numbers, State, Task
 from fedpact.privacy.oracle import (
     UNIFORM,
     Batch,
-    BatchAround,
     Fair,
     Oracle,
     OracleWrapper,
@@ -220,7 +219,7 @@ class FairOracle(OracleWrapper):
     """An oracle whose gradients weight records; the last batch also answers the channels `extra`.
 
     A solver asks it for gradients only; `last_batch` stays open when the solver is done. An opening
-    batch has no weights.
+    batch has no weights, and differences have none either, to keep their bound.
     """
 
     def __init__(self, inner: Oracle, weights: Weighting, extra: tuple[str, ...]) -> None:
@@ -232,21 +231,13 @@ class FairOracle(OracleWrapper):
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         if count > 1:
             for batch in self._inner.batches(count - 1, *channels):
-                yield FairBatch(batch, self._weights)
+                yield HookedBatch(batch, self._weighted)
         # The iterator is not exhausted, which would close the batch.
         self._source = iter(self._inner.batches(1, *channels, *self._extra))
         self.last_batch = next(self._source)
-        yield FairBatch(self.last_batch, self._weights)
+        yield HookedBatch(self.last_batch, self._weighted)
 
-
-class FairBatch(BatchAround):
-    """A batch whose gradient has these weights. Differences are unweighted, to keep their bound."""
-
-    def __init__(self, inner: Batch, weights: Weighting) -> None:
-        super().__init__(inner)
-        self._weights = weights
-
-    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+    def _weighted(self, batch: Batch, w: Tensor, weighting: Weighting) -> Tensor:
         if weighting != UNIFORM:
             raise InputError(f"weighting is {weighting}: expected none, as the batch has its own")
-        return self._inner.gradient(w, self._weights)
+        return batch.gradient(w, self._weights)

@@ -4,7 +4,7 @@ A task's vectors are never changed in place, as the sites of a simulation share 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fedpact.common.check import count, positive
 from fedpact.common.errors import InputError
 from fedpact.common.messages import Reply, State, Task
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import UNIFORM, Batch, BatchAround, Oracle, Weighting
 
 EXCLUDED_BY_TWO_MODELS: Final = {
     "fairness": "a site's loss would be that of an unused model",
@@ -45,6 +45,17 @@ def round_steps(task: Task, own: int) -> int:
     if not (isinstance(told, int) or told.is_integer()):
         raise InputError(f"local_steps is {told!r}: expected an integer >= 1")
     return count(local_steps=int(told))
+
+
+class HookedBatch(BatchAround):
+    """A batch whose gradients a function returns, from the batch inside, w and the weighting."""
+
+    def __init__(self, inner: Batch, hook: Callable[[Batch, Tensor, Weighting], Tensor]) -> None:
+        super().__init__(inner)
+        self._hook = hook
+
+    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
+        return self._hook(self._inner, w, weighting)
 
 
 def sgd(oracle: Oracle, w: Tensor, steps: int, learning_rate: float) -> Tensor:

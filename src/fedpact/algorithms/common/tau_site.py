@@ -26,8 +26,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fedpact.algorithms.common.steps import HookedBatch
 from fedpact.common.messages import State
-from fedpact.privacy.oracle import UNIFORM, Batch, BatchAround, Oracle, OracleWrapper, Weighting
+from fedpact.privacy.oracle import Batch, Oracle, OracleWrapper, Weighting
 
 UNLIMITED: Final = 2.0**53
 """The remaining iterations of a plain run, as numbers in a reply must be finite."""
@@ -67,13 +68,13 @@ class RecordingOracle(OracleWrapper):
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         for batch in self._inner.batches(count, *channels):
-            yield _WatchedBatch(batch, self)
+            yield HookedBatch(batch, self._record)
 
     def opening(self, *channels: str) -> Batch:
-        return _WatchedBatch(self._inner.opening(*channels), self)
+        return HookedBatch(self._inner.opening(*channels), self._record)
 
-    def keep(self, w: Tensor, g: Tensor, variance: float) -> None:
-        """Record a released gradient; the vectors are copied."""
+    def _record(self, batch: Batch, w: Tensor, weighting: Weighting) -> Tensor:
+        g, variance = batch.gradient(w, weighting), batch.noise_variance
         probe = Probe(w.clone(), g.clone(), variance)
         self.count, self.variance = self.count + 1, self.variance + variance
         self.lengths += dot(g, g)
@@ -83,16 +84,6 @@ class RecordingOracle(OracleWrapper):
         else:
             self.total.add_(g)
         self.last = probe
-
-
-class _WatchedBatch(BatchAround):
-    def __init__(self, inner: Batch, watched: RecordingOracle) -> None:
-        super().__init__(inner)
-        self._watched = watched
-
-    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        g = self._inner.gradient(w, weighting)
-        self._watched.keep(w, g, self._inner.noise_variance)
         return g
 
 

@@ -33,12 +33,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from fedpact.algorithms.common.steps import HookedBatch
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, State, Task, join, split_state
 from fedpact.common.randomness.schedules import Scheduled
-from fedpact.privacy.oracle import UNIFORM, Batch, BatchAround, Oracle, OracleWrapper, Weighting
+from fedpact.privacy.oracle import Batch, Oracle, OracleWrapper, Weighting
 
 _PREFIX: Final = "heads/"
 _OWN: Final = "own"
@@ -152,23 +153,13 @@ class _Moving(OracleWrapper):
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         for batch in self._inner.batches(count, *channels):
             self._done += 1
-            yield _MovingBatch(batch, self)
+            yield HookedBatch(batch, self._moved)
 
-    def moved(self, gradient: Tensor) -> Tensor:
-        """Return f(n) m for this gradient [d], which is written over."""
+    def _moved(self, batch: Batch, w: Tensor, weighting: Weighting) -> Tensor:
+        """Return f(n) m for the gradient [d] at w."""
+        gradient = batch.gradient(w, weighting)
         if self._local.momentum:
             if self._momentum is not None:
                 gradient.add_(self._momentum, alpha=self._local.momentum)
             self._momentum = gradient.clone()
         return gradient.mul_(self._local.factor(self._done, self._total))
-
-
-class _MovingBatch(BatchAround):
-    """A batch whose gradients the optimiser turns into steps."""
-
-    def __init__(self, inner: Batch, moving: _Moving) -> None:
-        super().__init__(inner)
-        self._moving = moving
-
-    def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
-        return self._moving.moved(self._inner.gradient(w, weighting))
