@@ -155,11 +155,11 @@ class Rounds:
         if self.in_process:
             return self.plan.method.update(state, chain([first], replies))
         # A reply that makes the update fail counts as a refusal.
-        outcome = fold_replies(self.plan.method, state, [first, *replies])
-        for site, why in outcome.blamed.items():
+        after, blamed = fold_replies(self.plan.method, state, [first, *replies])
+        for site, why in blamed.items():
             _log.warning("site %s: reply rejected, because the update fails with it: %s", site, why)
             tally.reject(site)
-        return outcome.state
+        return after
 
     def _sent(self, tasks: dict[str, Task], tally: Tally) -> tuple[int, int]:
         """Return the bytes that an exchange took, down and up."""

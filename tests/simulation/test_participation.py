@@ -363,7 +363,8 @@ def test_a_site_continues_with_its_last_memory(tmp_path):
         if own := own_rounds(plan, site):
             path = tmp_path / "run" / "sites" / site / "memory.safetensors"
             numbers = from_bytes(path.read_bytes()).numbers
-            assert [numbers["old/"], numbers["new/"]] == own[-2:]
+            stored = [number for number in (numbers["old/"], numbers["new/"]) if number > 0]
+            assert stored == own[-2:]
             last[site] = own[-1]
     assert len(set(last.values())) > 1
     assert result.records[-1].scores

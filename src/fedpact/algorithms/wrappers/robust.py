@@ -23,7 +23,7 @@ up to π/2 times the mean's variance, krum n times. Numbers in a reply are treat
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -37,23 +37,17 @@ from fedpact.common.messages import Refusal, Reply, State, encoded_length
 from fedpact.common.params import all_finite
 
 
-@dataclass(frozen=True)
-class Folded:
-    """The outcome of a round. blamed: site -> reason, of the replies that were left out."""
+def fold_replies(
+    method: Method, state: State, replies: Sequence[Reply]
+) -> tuple[State, dict[str, str]]:
+    """Return the next state, and why replies were left out, by site.
 
-    state: State
-    blamed: dict[str, str]
-
-
-def fold_replies(method: Method, state: State, replies: Sequence[Reply]) -> Folded:
-    """Return the next state, leaving out replies with which the update raises or is not finite.
-
-    replies: at least one. If no reply can be used, the outcome is that with all replies: a state
-    that is not finite, or the exception.
+    Those are left out with which the update raises or is not finite. If no reply can be used, the
+    outcome is that with all replies: a state that is not finite, or the exception.
     """
     after, why = _tried(method, state, replies)
     if after is not None:
-        return Folded(after, {})
+        return after, {}
     good, blamed = list[Reply](), dict[str, str]()
     for reply in replies:
         alone, why = _tried(method, state, [reply])
@@ -64,11 +58,11 @@ def fold_replies(method: Method, state: State, replies: Sequence[Reply]) -> Fold
     while good:
         after, why = _tried(method, state, good)
         if after is not None:
-            return Folded(after, blamed)
+            return after, blamed
         worst = max(good, key=_largest)
         good.remove(worst)
         blamed[worst.site] = why
-    return Folded(method.update(state, iter(replies)), {})
+    return method.update(state, iter(replies)), {}
 
 
 class Tally:
