@@ -189,11 +189,7 @@ class Coordinator:
         """
         check_log(self.plan.run.log)
         with Log(self.plan.run.log, self.folder.path) as log:
-
-            def logged(record: RoundRecord) -> None:
-                log(record)
-                on_round(record)
-
+            logged = log.and_tell(on_round)
             return self._run(transport, logged, cache(begin), plain or transport, sockets)
 
     def _run(

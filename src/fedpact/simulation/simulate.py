@@ -253,8 +253,8 @@ def simulate(
             check_complete(at, run, ledgers)
         rounds.see(records)
         log = stack.enter_context(Log(plan.run.log, out))
+        on_round = log.and_tell(on_round)
         for record in records:
-            log(record)
             on_round(record)
         told = time.monotonic()
         for committed, record in _on_one_thread(rounds(at)):
@@ -262,7 +262,6 @@ def simulate(
             folder.commit(at, record)
             told = log_stragglers(folder, at.round, took, told)
             records.append(record)
-            log(record)
             on_round(record)
         records[-1] = evaluator(at, rounds.finish(at, records[-1]), last=True)
         log(records[-1])

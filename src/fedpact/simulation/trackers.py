@@ -82,6 +82,15 @@ class Log:
         for kind, (_, close) in [*self._trackers.items()]:
             self._try(kind, close)
 
+    def and_tell(self, on_round: Callable[[RoundRecord], None]) -> Callable[[RoundRecord], None]:
+        """Return a function that writes a record, then calls `on_round`."""
+
+        def tell(record: RoundRecord) -> None:
+            self(record)
+            on_round(record)
+
+        return tell
+
     def __call__(self, record: RoundRecord) -> None:
         """Write the record's numbers that were not written before."""
         new = {
