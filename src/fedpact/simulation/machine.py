@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -65,10 +66,6 @@ def allow_open_files(count: int) -> None:
 
     Each site's ledger is open, and the usual limit of 1,024 is too low for a thousand sites.
     """
-    try:
-        import resource
-    except ImportError:  # no such limit
-        return
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _USUAL_FILES
     if most != resource.RLIM_INFINITY:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -89,11 +90,7 @@ class RecordedForm:
             )
         raw = Folder(folder).read_json(FORM)
         with parse_errors(folder / FORM, "put it back, or run the plan again in another folder"):
-            shape, classes, features = (tuple(raw[key]) for key in ("shape", "classes", "features"))
-            of = raw["made_by"]
-            made_by = None if of is None else MadeBy(of["source"], tuple(of["answer"]))
-            answers = tuple(raw["answers"]) if "answers" in raw else None
-            return RecordedForm(shape, raw["values"], classes, features, made_by, answers)
+            return TypeAdapter(RecordedForm).validate_python(raw)
 
 
 def _read_targets(

@@ -1,13 +1,14 @@
 """Settings in effect: derived defaults, and refusing settings that do nothing."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
 from fedpact.algorithms.common.fairness import FairRelease
 from fedpact.algorithms.common.tau_control import STEPS_A_ROUND, Ali
+from fedpact.common.configuration import flatten
 from fedpact.common.errors import PlanError
 from fedpact.per_sample.clipping import SHORTEST
 
@@ -113,26 +114,16 @@ def check_numbers(plan: Any) -> None:
     plan: a Plan. δ, and what is declared about records, are used in double precision.
     """
     whole = plan.model_dump(exclude={"records", "settings"})
-    for name, value in _numbers({**whole, "settings": plan.algorithm_settings.model_dump()}):
-        # NaN is refused here, too.
-        good = value == 0 or math.isinf(value) or SHORTEST <= abs(value) <= 1 / SHORTEST
-        if not good and name.rsplit(".", 1)[-1] != "delta":
-            raise ValueError(
-                f"{name} is {value!r}: expected 0 or a number from 2^-100 to 2^100, as others are "
-                f"not representable in float32; set {name} to such a number"
-            )
-
-
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield all floats of plain data with their dotted names; those of a list have its name."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _numbers(each, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _numbers(each, name)
-    elif isinstance(value, float):
-        yield name, value
+    for name, value in flatten({**whole, "settings": plan.algorithm_settings.model_dump()}).items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            # NaN is refused here, too.
+            if not isinstance(number, float) or number == 0 or math.isinf(number):
+                continue
+            if not SHORTEST <= abs(number) <= 1 / SHORTEST and not name.endswith("delta"):
+                raise ValueError(
+                    f"{name} is {number!r}: expected 0 or a number from 2^-100 to 2^100, as others "
+                    f"are not representable in float32; set {name} to such a number"
+                )
 
 
 def _value(plan: Any, key: str) -> Any:
