@@ -75,39 +75,36 @@ class Worker:
         # Torch's own layers accept all numbers.
         if x.is_floating_point() and is_torchs(self.kernel.model.module):
             return good
-        told: list[str] = []
-        for start in range(0, len(y), _TOGETHER):
-            some = range(start, min(start + _TOGETHER, len(y)))
-            if self._error(x, y, some) is None:
-                continue
-            for j in some:
-                error = self._error(x, y, range(j, j + 1))
-                if error is not None:
-                    good[j] = False
-                    told.append(
-                        f"row {int(numbers[j])}" + (f" ({error})" if len(told) < _SHOWN else "")
-                    )
+        told = dict[int, str]()
+        for rows in torch.arange(len(y)).split(_TOGETHER):
+            if self._error(x[rows], y[rows]) is not None:
+                each = ((j, self._error(x[j : j + 1], y[j : j + 1])) for j in rows.tolist())
+                told |= {j: error for j, error in each if error is not None}
         if told:
+            good[[*told]] = False
+            rows = [
+                f"row {int(numbers[j])}" + (f" ({error})" if place < _SHOWN else "")
+                for place, (j, error) in enumerate(told.items())
+            ]
             _logger.warning(
                 "%s: the model fails on %d of %d records, which are left out of everything: "
                 "%s; look for categories, words or labels that were not declared",
                 origin,
                 len(told),
                 len(y),
-                ", ".join(told),
+                ", ".join(rows),
             )
         return good
 
-    def _error(self, x: Tensor, y: Tensor, some: range) -> str | None:
-        rows = slice(some.start, some.stop)
+    def _error(self, x: Tensor, y: Tensor) -> str | None:
         try:
-            self.kernel.losses(x[rows].clone(), y[rows])
+            self.kernel.losses(x.clone(), y)
             if isinstance(self.kernel, PlainKernel):
                 return None
             # Evaluations use the module itself, which may refuse what its trace takes.
             module = self.kernel.model.module
             with keeping_modes(module), torch.no_grad():
-                module.eval()(x[rows].clone())
+                module.eval()(x.clone())
         except Exception as error:  # a model may raise anything
             return f"{type(error).__name__}: {error}"
         return None
