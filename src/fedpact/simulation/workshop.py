@@ -245,10 +245,8 @@ class TrainingSetup:
 
         Raises ModelError: a mask of another size than the output, or a metric that is not a number.
         """
-        try:
-            with torch.no_grad():
-                outputs = self.module().eval()(self.make_dummy_records()[0])
-        except Exception:
+        outputs = self._try(self.make_dummy_records()[0])
+        if outputs is None:
             # In a plain run the model need not accept dummy records; in a private run it has been
             # tried on them. Failures at real records will show in training.
             return
@@ -310,12 +308,10 @@ class TrainingSetup:
         """
         if not is_own(self.plan.model):
             return ()
-        module = module or self.module()
-        try:
-            with keeping_modes(module), torch.no_grad():
-                found = module.eval()(self.make_dummy_records()[0]).double().flatten()
-        except Exception:  # whatever a plain run's model may raise
+        outputs = self._try(self.make_dummy_records()[0], module)
+        if outputs is None:
             return ()
+        found = outputs.double().flatten()
         return tuple(found[:: -(-len(found) // _FEW)].nan_to_num(0, 0, 0).tolist())
 
     def answers_as(self, known: Sequence[float] | None, module: nn.Module | None = None) -> bool:
@@ -339,22 +335,23 @@ class TrainingSetup:
         shape = (4, *self.example.shape)
         if self.example.is_floating_point():
             x = torch.randn(shape, generator=generator, dtype=self.example.dtype)
-            if not self._takes(x):
+            if self._try(x) is None:
                 # A column may hold categories that the model looks up: at least 0 and 1.
                 x = (x > 0).to(x.dtype)
         else:
             x = torch.randint(2, shape, generator=generator, dtype=self.example.dtype)
-            if not self._takes(x):
+            if self._try(x) is None:
                 x[..., 0] = 1  # like a text that is not empty
         return x, self._labels(x, generator)
 
-    def _takes(self, x: Tensor) -> bool:
+    def _try(self, x: Tensor, module: nn.Module | None = None) -> Tensor | None:
+        """Return the model's outputs on dummy records, None if it does not accept them."""
+        module = module or self.module()
         try:
-            with torch.no_grad():
-                self.module().eval()(x)
-        except Exception:
-            return False
-        return True
+            with keeping_modes(module), torch.no_grad():
+                return module.eval()(x)
+        except Exception:  # a model may raise anything
+            return None
 
     def _labels(self, x: Tensor, generator: torch.Generator) -> Tensor:
         kind = self.plan.task.target.kind
