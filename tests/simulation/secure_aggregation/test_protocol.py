@@ -462,17 +462,6 @@ def test_unrequested_shares_are_rejected(party, step, change):
         (session.take_shares if step == "shares" else this.take_opened)("site-00", answer)
 
 
-@pytest.mark.parametrize("secret", ["seed/site-00", "mask/site-02"])
-def test_a_wrong_share_is_detected(party, secret):
-    mine = party(3, 2)
-    session = mine.up_to(mine.session(), "unmask", {"site-02": "masked"})
-    share = bytearray(session.opened["site-00"][secret])
-    share[10] ^= 1
-    session.opened["site-00"][secret] = bytes(share)
-    with pytest.raises(keys.SecretsDoNotFit):
-        session.total()
-
-
 def flipped(share):
     return share[:10] + bytes([share[10] ^ 1]) + share[11:]
 
