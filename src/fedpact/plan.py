@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.algorithms.common.limits import Limits, Running
+from fedpact.algorithms.common.limits import Limits, Running, SecureSettings
 from fedpact.algorithms.wrappers import effective
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.combine import check_mode, combine_wrappers
@@ -18,7 +18,6 @@ from fedpact.algorithms.wrappers.fairness import FairnessSettings
 from fedpact.algorithms.wrappers.local_optimizer import LocalSettings
 from fedpact.algorithms.wrappers.released_scales import why_not
 from fedpact.algorithms.wrappers.robust import RobustSettings
-from fedpact.algorithms.wrappers.secure import SecureSettings
 from fedpact.algorithms.wrappers.server_optimizer import ServerSettings
 from fedpact.algorithms.wrappers.tau import ControlSettings
 from fedpact.common import configuration

@@ -1,10 +1,12 @@
-"""The [budget] and [run] tables of a plan: when a run ends, and how it is carried out."""
+"""The [budget], [run] and [secure_aggregation] tables of a plan: when a run ends, and how it is
+carried out."""
 
 from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
 from fedpact.common.configuration import FROZEN
+from fedpact.common.errors import PlanError
 
 
 class Limits(BaseModel):
@@ -87,3 +89,22 @@ class Running(BaseModel):
                 "on a GPU, as each uses all of it; leave workers out"
             )
         return self
+
+
+class SecureSettings(BaseModel):
+    """Whether the server only sees sums over sites."""
+
+    model_config = FROZEN
+    threshold: int = Field(default=0, ge=0)
+    """t, the number of sites that must stay until the end of a round: more than half of all and at
+    least 2; 0 for no secure aggregation."""
+
+    def check_sites(self, count: int) -> None:
+        """Raise PlanError: a threshold that `count` sites cannot have."""
+        threshold = self.threshold
+        if threshold and not (2 <= threshold <= count < 2 * threshold):
+            raise PlanError(
+                f"secure_aggregation.threshold = {threshold} with {count} sites: expected at least "
+                "2, more than half of the sites, and at most all of them; with less, two halves of "
+                "them could open both secrets of a site"
+            )

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from fedpact.algorithms import BaseSettings, Summed
+from fedpact.algorithms.common.limits import SecureSettings
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.compression import Compressed, CompressionSettings, Gridded
 from fedpact.algorithms.wrappers.fairness import FairMethod, FairnessSettings
 from fedpact.algorithms.wrappers.local_optimizer import Headed, LocalSettings, Stepped
 from fedpact.algorithms.wrappers.released_scales import Released
 from fedpact.algorithms.wrappers.robust import Robust, RobustSettings
-from fedpact.algorithms.wrappers.secure import SecureSettings
 from fedpact.algorithms.wrappers.server_optimizer import Averaged, ServerOptimised, ServerSettings
 from fedpact.algorithms.wrappers.tau import Controlled, ControlSettings
 from fedpact.common.errors import PlanError
