@@ -342,25 +342,6 @@ def test_at_a_constant_step_it_is_fedavg_with_one_local_step(tmp_path, data, mod
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
 
-def test_a_resumed_run_and_other_workers_change_nothing(tmp_path, data):
-    whole = simulate(plan(), tmp_path / "whole", data=data)
-    done = []
-    for last in (2, 4):
-        stopped = simulate(
-            plan(),
-            tmp_path / "stopped",
-            data=data,
-            on_round=lambda record: done.append(record.round),
-            stop=lambda last=last: done[-1] >= last,
-        )
-    side_by_side = plan(run={"workers": 2, "evaluate_every": 4})
-    for other in (stopped, simulate(side_by_side, tmp_path / "two", data=data)):
-        assert torch.equal(final(other), final(whole))
-        assert other.summary["epsilon"] == whole.summary["epsilon"]
-        for site in OWN:
-            assert len(charges(other.folder, site)) == 4
-
-
 def test_fedavg_and_fedfdp_run_under_batch_clipping_too(tmp_path, data):
     for name, settings in [("fedavg", {"local_steps": 2}), ("fedfdp", {"fairness_weight": 0.0})]:
         result = simulate(plan(algorithm=name, settings=settings), tmp_path / name, data=data)

@@ -35,7 +35,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -175,7 +175,11 @@ class MaskingGraph:
         self.threshold = threshold
         self._numbers = {name: number for number, name in enumerate(sorted(names))}
         self.graph = neighbourhoods(len(self._numbers), threshold, against)
-        self._adjacency = self.graph.adjacency()
+        self._adjacency, known = self.graph.adjacency(), list(self._numbers)
+        self._around = {
+            name: frozenset(known[n] for n in row.nonzero()[0])
+            for name, row in zip(known, self._adjacency, strict=True)
+        }
 
     @staticmethod
     def of(plan: Plan, names: Iterable[str]) -> "MaskingGraph":
@@ -197,14 +201,6 @@ class MaskingGraph:
             return False
         places = [self._numbers[name] for name in names]
         return bool((self._adjacency[places][:, places].sum(axis=1) >= self.graph.shares).all())
-
-    @cached_property
-    def _around(self) -> dict[str, frozenset[str]]:
-        names = list(self._numbers)
-        return {
-            name: frozenset(names[n] for n in self._adjacency[at].nonzero()[0])
-            for name, at in self._numbers.items()
-        }
 
 
 def colluding(plan: Plan, sites: int) -> int:
