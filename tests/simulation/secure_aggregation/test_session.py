@@ -151,7 +151,7 @@ def test_restarted_site_signs_nothing_for_its_former_session(party):
 @pytest.mark.parametrize("slots", [0, keys.SUMS_AHEAD + 1, 10**9])
 def test_keys_for_no_sum_or_too_many_are_not_made(party, slots):
     mine = party(3, 2)
-    question = messages.step(mine.session().place, "site-00", "keys", {"slots": slots.to_bytes(9)})
+    question = messages.step(mine.session().place, "site-00", "keys", {"slots": slots.to_bytes(4)})
     with pytest.raises(Exception, match=f"keys for {slots} sums: expected 1 to 20"):
         mine.answer("site-00", question)
 

@@ -253,7 +253,7 @@ class Masker:
 
     def _begun(self, place: KeyContext, question: Step) -> _Session:
         # Each sum costs this site a key pair, so their number is limited.
-        slots = int.from_bytes(messages.block(question, "slots"))
+        slots = int.from_bytes(messages.block(question, "slots")[:4])
         if not 1 <= slots <= keys.SUMS_AHEAD:
             raise InputError(f"asked keys for {slots} sums: expected 1 to {keys.SUMS_AHEAD}")
         return _Session(place, secrets=Secrets(slots))
