@@ -225,7 +225,7 @@ NEEDS_ONE_MODEL = {
 
 @pytest.mark.parametrize("name", NEEDS_ONE_MODEL)
 def test_options_that_need_one_model_are_refused(name):
-    with pytest.raises(PlanError, match=r"local\.head cannot be combined") as told:
+    with pytest.raises(PlanError, match=r"local\.head = 3 cannot be combined") as told:
         Plan.parse({"algorithm": name, "local": {"head": 3}, "privacy": {"mode": "none"}})
     assert NEEDS_ONE_MODEL[name] in str(told.value)
 

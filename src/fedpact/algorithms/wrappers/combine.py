@@ -5,7 +5,7 @@ facts (`MethodFacts.excludes`), or by CONFLICTS. docs/reference/combinations.md 
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from fedpact.algorithms import BaseSettings, Summed
 from fedpact.algorithms.common.limits import SecureSettings
@@ -86,12 +86,12 @@ def combine_wrappers(
     Raises PlanError: they cannot be combined.
     """
     method = Method(name, settings)
-    used = {
-        "privacy.clip_schedule": privacy.clip_schedule != "constant",
+    used: dict[str, Any] = {
+        "privacy.clip_schedule": privacy.clip_schedule != "constant" and privacy.clip_schedule,
         "robust": robust.rule != "mean",
         "local": not local.plain,
-        "local.schedule": local.schedule != "constant",
-        "local.head": local.head > 0,
+        "local.schedule": local.schedule != "constant" and local.schedule,
+        "local.head": local.head,
         "fairness": fairness.weight > 0,
         "server": server.optimiser != "none",
         "control": control.kind != "fixed",
@@ -99,8 +99,8 @@ def combine_wrappers(
         _TOPK: compression.kind == "topk",
         _GRID: compression.kind == "grid",
         "secure_aggregation": secure.threshold > 0,
-        "server.average": server.average != "none",
-        "sites_per_round": sites_per_round is not None,
+        "server.average": server.average != "none" and server.average,
+        "sites_per_round": sites_per_round,
         _COLUMNS: columns > 0,
     }
     for part in used:
@@ -135,30 +135,35 @@ def combine_wrappers(
         method = Released(method, columns, privacy.least_noise_of)
     if used["sites_per_round"] and (why := method.facts.needs_all_sites):
         raise PlanError(
-            f"sites_per_round cannot be combined with algorithm = {name!r} with these tables: "
-            f"{why}; leave it out"
+            f"sites_per_round = {sites_per_round} cannot be combined with algorithm = {name!r} "
+            f"with these tables: {why}; leave it out"
         )
     return method
 
 
-def _check(part: str, method: Method, used: Mapping[str, bool]) -> None:
-    """Raise PlanError if the algorithm, or another used part, excludes this part of a plan."""
+def _check(part: str, method: Method, used: Mapping[str, Any]) -> None:
+    """Raise PlanError if the algorithm, or another used part, excludes this part of a plan.
+
+    used: part -> True, or its value if it is a key; false if it is not used.
+    """
     if reason := method.facts.excludes.get(part):
         how = "" if "." in part else f" (--set '{part}={{}}')"
         raise PlanError(
-            f"{_named(part)} cannot be combined with algorithm = {method.name!r}: {reason}; leave "
-            f"it out{how} or choose another algorithm"
+            f"{_named(part, used)} cannot be combined with algorithm = {method.name!r}: {reason}; "
+            f"leave it out{how} or choose another algorithm"
         )
     for other, reason in CONFLICTS.get(part, {}).items():
         if used[other]:
             raise PlanError(
-                f"{_named(part)} cannot be combined with {_named(other)}: {reason}; leave one of "
-                "them out"
+                f"{_named(part, used)} cannot be combined with {_named(other, used)}: {reason}; "
+                "leave one of them out"
             )
 
 
-def _named(part: str) -> str:
-    return part if "." in part or " " in part or part == "sites_per_round" else f"[{part}]"
+def _named(part: str, used: Mapping[str, Any]) -> str:
+    if used[part] is True:
+        return part if " " in part else f"[{part}]"
+    return f"{part} = {used[part]!r}"
 
 
 def _check_summed(method: Method, columns: int) -> None:
