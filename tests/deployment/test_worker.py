@@ -1,10 +1,7 @@
 """A site's process at its server's Fleet API: when it gives up a connection, and when it stops."""
 
 import gzip
-import math
-import socket
 import ssl
-import threading
 from contextlib import contextmanager
 
 import httpx
@@ -15,7 +12,7 @@ from tests.deployment.test_site import task_of
 
 from fedpact.common.errors import FedpactError
 from fedpact.common.messages import from_bytes, to_bytes
-from fedpact.deployment.flower import flower_records, internals, site_process
+from fedpact.deployment.flower import flower_records, site_process
 from fedpact.deployment.site import Site
 from fedpact.simulation.secure_aggregation import keys
 
@@ -123,48 +120,6 @@ def test_the_process_ends_once_its_site_has_stopped(site_dir, monkeypatch, links
         with pytest.raises(FedpactError, match="no room"):
             site_process.work(site, site_dir, lambda _: None)
     assert links[0].fetched == 3
-
-
-@pytest.mark.parametrize(
-    ("head", "more"),
-    [
-        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 9999\r\n\r\n", b"a"),
-    ],
-    ids=["hints", "trickle"],
-)
-def test_a_server_that_never_ends_its_answer_is_left(site_dir, monkeypatch, head, more):
-    """Each byte comes in time, and the whole never does."""
-    server, left = site_dir.parents[1] / "server", threading.Event()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(server / "tls.crt", server / "tls.key")
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve():
-        try:
-            with context.wrap_socket(listener.accept()[0], server_side=True) as link:
-                link.recv(2**16)
-                link.sendall(head)
-                while not left.wait(0.005):
-                    link.sendall(more)
-        except OSError:
-            left.set()
-
-    class Link(site_process.FleetLink):
-        def __init__(self, _, *given):
-            super().__init__(f"127.0.0.1:{listener.getsockname()[1]}", *given)
-
-    anchors = ssl.create_default_context(cafile=site_dir / "ca.crt")
-    monkeypatch.setattr(site_process, "tls", lambda _: anchors)
-    monkeypatch.setattr(site_process, "FleetLink", Link)
-    monkeypatch.setattr(internals, "_WHOLE_SECONDS", 0.2)
-    monkeypatch.setattr(internals, "_LEAST_BYTES_PER_SECOND", math.inf)
-    threading.Thread(target=serve, daemon=True).start()
-    late = pytest.raises(site_process.NotLetIn, match=r"did not come in time|timed out")
-    with Site(site_dir) as site, late:
-        site_process.work(site, site_dir, lambda _: None)
-    assert left.wait(60)
-    listener.close()
 
 
 def test_a_server_that_replays_gets_nothing_new(site_dir, monkeypatch):

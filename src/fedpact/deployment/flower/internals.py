@@ -13,7 +13,6 @@ Flower's modules with a web server or a database in them are not imported: they 
 import hashlib
 import json
 import logging
-import math
 import queue
 import ssl
 import threading
@@ -36,31 +35,12 @@ from flwr.common.constant import (
     SubStatus,
 )
 from flwr.common.serde import message_to_proto
-from flwr.proto.control_pb2 import (
-    ListNodesRequest,
-    ListRunsRequest,
-    RegisterNodeRequest,
-    StartRunRequest,
-    StopRunRequest,
-)
-from flwr.proto.fleet_pb2 import (
-    ActivateNodeRequest,
-    DeactivateNodeRequest,
-    PullMessagesRequest,
-    PushMessagesRequest,
-)
+from flwr.proto import control_pb2 as control
+from flwr.proto import fleet_pb2 as fleet
+from flwr.proto import runtime_pb2 as runtime
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.proto.node_pb2 import Node, NodeInfo
-from flwr.proto.runtime_pb2 import (
-    AcquireTaskRequest,
-    GetNodesRequest,
-    PullAppMessagesRequest,
-    PullTaskInputRequest,
-    PushAppMessagesRequest,
-    PushTaskOutputRequest,
-    SendTaskHeartbeatRequest,
-)
 from flwr.supercore.auth import create_superexec_auth_metadata, derive_auth_secret
 from flwr.supercore.constant import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
@@ -104,7 +84,6 @@ _START_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.1
 _HEARTBEAT_SECONDS: Final = 10.0
 _WHOLE_SECONDS: Final = 60.0
-_LEAST_BYTES_PER_SECOND: Final = 10_000
 _ACTIVATION_FAILED: Final = 2004  # flwr.supercore.error.ApiErrorCode, which loads a web server
 _MoreHeaders = Callable[[ProtobufRequestContext], Mapping[str, str]]
 
@@ -146,14 +125,13 @@ class PromptGrid:
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         """Return the sites' nodes that are connected."""
-        return self._client.GetNodes(GetNodesRequest()).nodes
+        return self._client.GetNodes(runtime.GetNodesRequest()).nodes
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages; return their numbers, in their order, "" for one that was not taken."""
-        pushed = [
-            _push(self._client, self._node, each, PushAppMessagesRequest()) for each in messages
-        ]
-        return [number for told in pushed for number in told.message_ids]
+        request = runtime.PushAppMessagesRequest
+        told = [_push(self._client, self._node, each, request()) for each in messages]
+        return [number for one in told for number in one.message_ids]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return answers to these messages, or to earlier ones, that have arrived in full."""
@@ -172,7 +150,7 @@ class PromptGrid:
         return found
 
     def _fetch_all(self, asked: list[str]) -> list[threading.Thread]:
-        told = self._client.PullMessages(PullAppMessagesRequest(message_ids=asked))
+        told = self._client.PullMessages(runtime.PullAppMessagesRequest(message_ids=asked))
         fetching = list[threading.Thread]()
         for each, tree in zip(told.messages_list, told.message_object_trees, strict=True):
             about = each.metadata.reply_to_message_id
@@ -231,7 +209,7 @@ class SuperLink:
         end = time.monotonic() + seconds
         while True:
             try:
-                self._client.ListNodes(ListNodesRequest())
+                self._client.ListNodes(control.ListNodesRequest())
                 return
             except httpx.TransportError as error:
                 if time.monotonic() > end:
@@ -243,16 +221,15 @@ class SuperLink:
 
     def enrol(self, sites: Mapping[str, bytes]) -> None:
         """Let sites connect: each name with its own public key, PEM."""
-        known = {
-            n.public_key.strip() for n in self._client.ListNodes(ListNodesRequest()).nodes_info
-        }
+        nodes = self._client.ListNodes(control.ListNodesRequest()).nodes_info
+        known = {node.public_key.strip() for node in nodes}
         for name, key in sites.items():
             if key.strip() not in known:
-                self._client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+                self._client.RegisterNode(control.RegisterNodeRequest(public_key=key, name=name))
 
     def was_stopped(self, run: int) -> bool:
         """Whether somebody has stopped a run by the Control API."""
-        found = self._client.ListRuns(ListRunsRequest(run_id=run)).run_dict.get(run)
+        found = self._client.ListRuns(control.ListRunsRequest(run_id=run)).run_dict.get(run)
         return found is not None and found.status.sub_status == SubStatus.STOPPED
 
     def start_run(self, app: Path) -> int:
@@ -261,12 +238,12 @@ class SuperLink:
         from flwr.common.serde import fab_to_proto
         from flwr.supercore.fab import Fab
 
-        for number, run in self._client.ListRuns(ListRunsRequest()).run_dict.items():
+        for number, run in self._client.ListRuns(control.ListRunsRequest()).run_dict.items():
             if run.status.status != "finished":
-                self._client.StopRun(StopRunRequest(run_id=number))
+                self._client.StopRun(control.StopRunRequest(run_id=number))
         bundle = build_fab_from_disk(app)
         fab = fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {}))
-        return self._client.StartRun(StartRunRequest(fab=fab)).run_id
+        return self._client.StartRun(control.StartRunRequest(fab=fab)).run_id
 
 
 class TaskQueue:
@@ -298,22 +275,23 @@ class TaskQueue:
         client = self._connect(lambda _: {TASK_TOKEN_HEADER: token})
         status, details = SubStatus.FAILED, "ended early"
         try:
-            with _beats(lambda: client.SendTaskHeartbeat(SendTaskHeartbeatRequest())):
-                given = client.PullTaskInput(PullTaskInputRequest())
+            with _beats(lambda: client.SendTaskHeartbeat(runtime.SendTaskHeartbeatRequest())):
+                given = client.PullTaskInput(runtime.PullTaskInputRequest())
                 TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
                 TaskIdentity.node_id = given.context.node_id
                 with closing(PromptGrid(self._url, self._context, token, run)) as grid:
                     yield grid
             status, details = SubStatus.COMPLETED, ""
         finally:
+            ended = runtime.PushTaskOutputRequest(sub_status=status, details=details)
             with suppress(httpx.HTTPError):
-                client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
+                client.PushTaskOutput(ended)
             client.close()
 
     def _token_of(self, run: int) -> str:
         """Take on a run's task; tasks of others, which somebody may have submitted, wait."""
         end = time.monotonic() + _START_SECONDS
-        request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+        request = runtime.AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
         while time.monotonic() < end:
             with suppress(httpx.HTTPError):
                 found = self._client.AcquireTask(request)
@@ -330,10 +308,9 @@ class TaskQueue:
 class FleetLink:
     """A site's connection to the Fleet API of its server, as a SuperNode's.
 
-    key: the site's private key. context: see `tls`. most: the longest question in bytes. What the
-    server sends in one call is limited to that, and to the time that it takes at 10 kB/s and a
-    minute. Methods raise httpx.HTTPError where the server is away, refuses or exceeds the limits;
-    `next` and `answer` also whatever Flower's modules raise.
+    key: the site's private key. context: see `tls`. most: the longest question in bytes, which
+    limits what the server may send in one call. Methods raise httpx.HTTPError where the server is
+    away, refuses or exceeds the limit; `next` and `answer` also whatever Flower's modules raise.
     """
 
     def __init__(
@@ -341,19 +318,6 @@ class FleetLink:
     ) -> None:
         self._public, self._node = public_pem(key.public_key()), Node()
         self._most = self._left = most
-        self._end, link = math.inf, self
-
-        class Timed(ssl.SSLSocket):
-            """Reads until the end of a call: httpx limits the time of each read alone."""
-
-            def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-                left = link._end - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError("its answer did not come in time")
-                self.settimeout(min(self.gettimeout() or left, left))
-                return super().recv(buflen, flags)
-
-        context.sslsocket_class = Timed
 
         def sign(_: ProtobufRequestContext) -> dict[str, str]:
             stamp = now().isoformat()
@@ -386,9 +350,8 @@ class FleetLink:
         if known is not None:
             self._leave(known)
         interval = HEARTBEAT_DEFAULT_INTERVAL
-        request = ActivateNodeRequest(public_key=self._public, heartbeat_interval=interval)
-        with self._limited(self._most):
-            number = self._client.ActivateNode(request).node_id
+        request = fleet.ActivateNodeRequest(public_key=self._public, heartbeat_interval=interval)
+        number = self._client.ActivateNode(request).node_id
         self._node = Node(node_id=number)
         beat = SendNodeHeartbeatRequest(node=self._node, heartbeat_interval=interval)
         try:
@@ -400,40 +363,29 @@ class FleetLink:
 
     def next(self) -> Message | None:
         """Return a question that waits for this site, in full; None if there is none."""
-        with self._limited(self._most):
-            found = self._client.PullMessages(PullMessagesRequest(node=self._node))
-            if not found.messages_list:
-                return None
-            about, tree = found.messages_list[0].metadata, found.message_object_trees[0]
-            # Of a server that was killed while it sent a question, the rest never comes.
-            message = _pull(
-                self._client, self._node, about.run_id, about.message_id, tree, _WHOLE_SECONDS
-            )
+        self._left = self._most
+        found = self._client.PullMessages(fleet.PullMessagesRequest(node=self._node))
+        if not found.messages_list:
+            return None
+        about, tree = found.messages_list[0].metadata, found.message_object_trees[0]
+        # Of a server that was killed while it sent a question, the rest never comes.
+        message = _pull(
+            self._client, self._node, about.run_id, about.message_id, tree, _WHOLE_SECONDS
+        )
         TaskIdentity.task_id, TaskIdentity.run_id = 0, about.run_id
         TaskIdentity.node_id = self._node.node_id
         return message
 
     def answer(self, message: Message, seconds: float) -> None:
         """Send an answer, which took so long to make."""
-        request = PushMessagesRequest(node=self._node, clientapp_runtime_list=[seconds])
-        values = (value for part in message.content.values() for value in part.values())
-        with self._limited(sum(len(value) for value in values if isinstance(value, bytes))):
-            _push(self._client, self._node, message, request)
+        request = fleet.PushMessagesRequest(node=self._node, clientapp_runtime_list=[seconds])
+        self._left = self._most
+        _push(self._client, self._node, message, request)
 
     def _leave(self, node: int) -> None:
         # Refused where it is not connected, or a new database knows it under another number.
-        with suppress(httpx.HTTPStatusError), self._limited(self._most):
-            self._client.DeactivateNode(DeactivateNodeRequest(node_id=node))
-
-    @contextmanager
-    def _limited(self, size: int) -> Generator[None]:
-        """Limit the time of the block's requests to that of so many bytes on a slow line."""
-        self._left = self._most
-        self._end = time.monotonic() + _WHOLE_SECONDS + size / _LEAST_BYTES_PER_SECOND
-        try:
-            yield
-        finally:
-            self._left, self._end = self._most, math.inf
+        with suppress(httpx.HTTPStatusError):
+            self._client.DeactivateNode(fleet.DeactivateNodeRequest(node_id=node))
 
     def _check_body(self, response: httpx.Response) -> None:
         """Raise httpx.RemoteProtocolError for a body that may fill the memory.
