@@ -4,14 +4,12 @@ It reads the site's own files and reserves, charges and sends nothing. Its figur
 unprotected, for the owner alone.
 """
 
-import io
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fedpact.common.errors import DataError, FedpactError, PolicyRefused
 from fedpact.common.format import counted, toml, toml_key
@@ -31,13 +29,8 @@ from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.machine import device_of
 
-if TYPE_CHECKING:
-    import pandas
-
 _FEW: Final = 2  # a number of records that differs by this factor from the declared one is reported
 _WORDS: Final = 10  # with more words that are not declared, a column is no list of categories
-_TEXT: Final = (".csv", ".tsv", ".tab", ".txt")
-_WORKBOOKS: Final = (".xlsx", ".xls", ".xlsm", ".ods")
 
 
 @dataclass
@@ -116,16 +109,11 @@ def check_site(directory: Path) -> SiteCheck:
             )
         with _noted(found):
             _count_cost(found, files, terms)
-        with ExitStack() as stack:
-            readable = _look_at_columns(found, path, files, stack)
-            if readable is not None:
-                with _noted(found):
-                    own = own_records(readable)
-                    _look_at_records(found, own, files)
-                    found.seconds = _time_round(files, terms, own)
-                # The owner knows the file, not its copy.
-                copy = readable.settings.records
-                found.problems = [told.replace(copy, found.file) for told in found.problems]
+        readable = _look_at_columns(found, path, files)
+        if readable is not None:
+            own = own_records(readable)
+            _look_at_records(found, own, files)
+            found.seconds = _time_round(files, terms, own)
     return found
 
 
@@ -164,13 +152,11 @@ def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
         found.problems.append(f"policy.toml does not allow the run: {error}")
 
 
-def _look_at_columns(
-    found: SiteCheck, path: Path, files: SiteFiles, stack: ExitStack
-) -> SiteFiles | None:
+def _look_at_columns(found: SiteCheck, path: Path, files: SiteFiles) -> SiteFiles | None:
     """Add a summary of the columns, and return the files by which records can be read.
 
-    These name a copy, which `stack` deletes, if the table has another form, and the columns that
-    are probably meant. So one check shows the records' faults, too. None: they cannot be read.
+    These name the columns that are probably meant. So one check shows the records' faults, too.
+    None: a column is missing.
     """
     of = files.federation
     form = of.describe_labels(files.plan)
@@ -183,79 +169,25 @@ def _look_at_columns(
                 replace(one, name=name) for name, one in zip(features, found.columns, strict=True)
             ]
     else:
-        try:
-            table = read_columns(path)
-            columns = table.cells
-            coded = [*table.broken.values()].count(NOT_UTF_8)
-            if coded > files.settings.most_left_out * max(map(len, columns.values()), default=0):
-                raise DataError(
-                    f"data file {path}: {coded:,} lines not in UTF-8: save it as "
-                    "UTF-8, or have pandas do so: read_csv(..., encoding='cp1252').to_csv(...)"
-                )
-            if len(columns) == 1 < len(of.features):
-                raise DataError(
-                    f"data file {path}: its first line is {next(iter(columns))!r}: expected a "
-                    "header line that names each column; remove what is above it"
-                )
-        except DataError as error:
-            found.problems.append(str(error))
-            copy = _convert(path, files.directory, stack)
-            if copy is None:
-                return None
-            path, columns = copy, read_columns(copy).cells
-        files = _look_at_table(found, path, columns, files)
+        table = read_columns(path)
+        columns = table.cells
+        coded = [*table.broken.values()].count(NOT_UTF_8)
+        if coded > files.settings.most_left_out * max(map(len, columns.values()), default=0):
+            raise DataError(
+                f"data file {path}: {coded:,} lines not in UTF-8: save it as "
+                "UTF-8, or have pandas do so: read_csv(..., encoding='cp1252').to_csv(...)"
+            )
+        if len(columns) == 1 < len(of.features):
+            raise DataError(
+                f"data file {path}: its first line is {next(iter(columns))!r}: expected a "
+                "header line that names each column; remove what is above it"
+            )
+        files = _look_at_table(found, columns, files)
     found.remarks += [f"column {one.name}: {one.remark}" for one in found.columns if one.remark]
     return None if set(found.missing) - {*found.renamed} else files
 
 
-def _convert(path: Path, directory: Path, stack: ExitStack) -> Path | None:
-    """Write a copy of a text table or a workbook's first sheet as CSV; None if that fails.
-
-    It is in a new directory below `directory` that others cannot read; `stack` deletes both.
-    """
-    import pandas
-
-    kind = path.suffix.lower()
-    if kind not in (*_TEXT, *_WORKBOOKS):
-        return None
-    try:
-        table = _read_text(path) if kind in _TEXT else pandas.read_excel(path)
-    except Exception:  # pandas has no end of them for damaged files, or needs a further package
-        return None
-    try:
-        place = Path(stack.enter_context(TemporaryDirectory(dir=directory)))
-    except OSError:  # on a directory that is read-only
-        return None
-    table.to_csv(place / "records.csv", index=False)
-    return place / "records.csv"
-
-
-def _read_text(path: Path) -> "pandas.DataFrame":
-    """Return a table whose columns are separated by what is most frequent.
-
-    It begins at the line that has most of it. Decimal commas become points.
-    """
-    import pandas
-
-    content = path.read_bytes() if path.is_file() else b""
-    try:
-        text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")
-    except UnicodeDecodeError:
-        text = content.decode("cp1252", "replace")
-    lines = text.splitlines()[:20]
-    counts = {one: max((line.count(one) for line in lines), default=0) for one in ",;\t|"}
-    sep = max(counts, key=lambda one: (counts[one], one))
-    header = next(k for k, line in enumerate(lines) if line.count(sep) == counts[sep])
-    given: Any = {"dtype": str, "keep_default_na": False, "on_bad_lines": "skip"}
-    table = pandas.read_csv(io.StringIO(text), sep=sep, skiprows=header, **given)
-    if sep == ";":  # then commas are decimal points
-        table = table.replace(r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2", regex=True)
-    return table
-
-
-def _look_at_table(
-    found: SiteCheck, path: Path, columns: Mapping[str, Cells], files: SiteFiles
-) -> SiteFiles:
+def _look_at_table(found: SiteCheck, columns: Mapping[str, Cells], files: SiteFiles) -> SiteFiles:
     settings, of = files.settings, files.federation
     wanted = [*of.features, *(name for name in (settings.label, of.person) if name is not None)]
     sources = {name: own for name, own in settings.columns.items() if own.column in columns}
@@ -283,8 +215,7 @@ def _look_at_table(
         found.columns.append(one := looked.summary(own))
         found.mends += _mend(name, source, looked.texts, own, one.remark, guessed=guessed)
     # Only entries that can be used: the others are problems already.
-    changed = {"records": str(path.absolute()), "columns": sources}
-    return replace(files, settings=settings.model_copy(update=changed))
+    return replace(files, settings=settings.model_copy(update={"columns": sources}))
 
 
 def _mend(
