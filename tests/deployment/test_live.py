@@ -280,8 +280,6 @@ def test_an_epsilon_that_no_number_bounds_is_shown_as_such(unended):
     assert found["sites"]["site-02"]["epsilon_spent"] is None
     labels = (("run", found["run"]), ("site", "site-00"))
     assert parsed(live.text(found))["fedpact_epsilon_spent", labels] == math.inf
-    done = CliRunner().invoke(app, ["watch", str(unended), "--once"])
-    assert "site-00: ε ∞" in done.stdout
     assert json.loads(live.encode_json(found))["sites"]["site-00"]["epsilon_spent"] == "inf"
 
 
@@ -303,8 +301,6 @@ def test_an_accuracy_that_no_site_would_release_is_marked(folder, page):
 def test_status_once_as_json_and_for_no_run(finished, tmp_path):
     done = CliRunner().invoke(app, ["watch", str(finished.folder), "--json"])
     assert json.loads(done.stdout) == take_snapshot(finished.folder)
-    done = CliRunner().invoke(app, ["watch", str(finished.folder), "--once"])
-    assert "round 2 of 2" in done.stdout
     with pytest.raises(DataError, match="has no run"):
         take_snapshot(tmp_path)
     with live.create_server(finished.folder) as server:
@@ -318,7 +314,7 @@ def test_ctrl_c_ends_it_without_a_traceback(finished, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(live.ThreadingHTTPServer, "serve_forever", interrupted)
-    live.watch(finished.folder, 0, once=False, as_json=False)
+    live.watch(finished.folder, 0, as_json=False)
     assert capsys.readouterr().out.endswith("ended\n")
 
 

@@ -22,8 +22,7 @@ from typing import Any, Final, cast
 from rich.console import Console
 
 from fedpact.common.errors import FedpactError, InputError
-from fedpact.common.format import duration, number, percent, upper
-from fedpact.deployment.snapshot import Document, find_run, take_snapshot
+from fedpact.deployment.snapshot import find_run, take_snapshot
 from fedpact.report.template import page
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -189,13 +188,11 @@ def _handler(directory: Path) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def watch(directory: Path, port: int, once: bool, as_json: bool) -> None:
+def watch(directory: Path, port: int, as_json: bool) -> None:
     """Run `fedpact watch`."""
     out = Console(highlight=False, soft_wrap=True)
-    if once or as_json:
-        found = take_snapshot(directory)
-        told = encode_json(found) if as_json else "\n".join(_lines(found))
-        out.print(told, markup=False)
+    if as_json:
+        out.print(encode_json(take_snapshot(directory)), markup=False)
         return
     with create_server(directory, port) as server:
         where = address(server)
@@ -204,36 +201,3 @@ def watch(directory: Path, port: int, once: bool, as_json: bool) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             out.print("ended")
-
-
-def _lines(of: Document) -> Iterator[str]:
-    yield f"{of['name']}: {of['state']}, round {of['round']} of {of['rounds']}"
-    if of["kind"] == "site":
-        for run, each in of["ledger"].items():
-            yield f"  {run}: ε {upper(each['epsilon_spent'])} of {upper(each['epsilon_reserved'])}"
-        codes = ", ".join(f"{code} {count}" for code, count in of["refusals"].items())
-        yield f"  {of['answers']} answers; refusals: {codes or 'none'}"
-    else:
-        if of["seconds_left"] is not None:
-            yield f"  about {duration(of['seconds_left'])} left"
-        for curve in of["curves"]:
-            at, value = curve["points"][-1][:2]
-            told = percent(value) if curve["name"] == "accuracy" else number(value)
-            yield f"  {curve['name']} {told} after round {at} ({curve['of']})"
-        yield from (f"  {told}" for told in of["compared"])
-        more = f"; {of['sockets']}" if of["sockets"] else ""
-        yield f"  {of['bytes_down']:,} bytes down, {of['bytes_up']:,} up{more}"
-        yield from (f"  {name}{_of_site(each)}" for name, each in of["sites"].items())
-    yield from (f"! {told}" for told in of["to_do"])
-
-
-def _of_site(of: Document) -> str:
-    told = ""
-    if of["epsilon_spent"] is not None:
-        told += f": ε {upper(of['epsilon_spent'])}"
-        told += f" of {upper(of['epsilon_allowed'])}" if of["epsilon_allowed"] is not None else ""
-    if of["seconds"] is not None:
-        told += f", {of['seconds']:.3f} s" + (" and waiting" if of["waiting"] else "")
-    if missing := of["missing"]:
-        told += f", missing since round {missing['since']}: {missing['why']} ({missing['code']})"
-    return told

@@ -83,7 +83,7 @@ _EXAMPLES = {
     "tradeoffs": ("fedpact tradeoffs --preset paper --out curves.svg",),
     "tune fedfdp": ("fedpact tune fedfdp runs/first",),
     "tune fedproxvr": ("fedpact tune fedproxvr --gamma 0.01 --L 1 --lam 0.5 --sigma2 0.1",),
-    "watch": ("fedpact watch runs/first", "fedpact watch fed/sites/site-00 --once"),
+    "watch": ("fedpact watch runs/first", "fedpact watch fed/sites/site-00"),
 }
 """Examples at the end of --help, by command."""
 

@@ -61,13 +61,12 @@ def watch(
         Path, typer.Argument(help="A run's folder, or a deployment's server's or site's directory.")
     ],
     port: Annotated[int, typer.Option(help="Port of 127.0.0.1; 0 for a free one.")] = 0,
-    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a run live in the browser: rounds, ε by site, bytes, slow sites."""
     from fedpact.deployment import live
 
-    live.watch(directory, port, once, as_json)
+    live.watch(directory, port, as_json)
 
 
 def predict(
