@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import FedpactError
 from fedpact.common.messages import from_bytes
-from fedpact.deployment import local
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.health import find_outage
 from fedpact.deployment.flower.server_process import APP, AppGrid, coordinate
@@ -85,7 +84,7 @@ def test_run_in_a_federation_of_others(tmp_path, start):
             os.chown(site, NOBODY, NOBODY)
             look = ["head", "-c1", site / "records.npz"]
             assert subprocess.run(look, preexec_fn=powerless, capture_output=True).returncode
-        start(name, sys.executable, "-m", local._MODULE, "site", site)
+        start(name, sys.executable, "-m", "fedpact", "deploy", "site", site)
         wait_for(lambda site=site: not find_outage(site), tmp_path)
         # Of the site it knows the socket, and of fedpact nothing.
         home = {**QUIET, "FLWR_HOME": str(tmp_path / f"node-{name}"), "PATH": path}

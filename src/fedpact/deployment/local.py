@@ -28,7 +28,6 @@ from fedpact.simulation.flower import require_flower
 _GRACE_SECONDS = 10.0
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 SERVER: Final = "server"
-_MODULE = "fedpact.deployment.party"
 
 
 def parties(directory: Path) -> dict[str, Path]:
@@ -178,7 +177,7 @@ def _spawn(name: str, where: Path) -> subprocess.Popen[bytes]:
     kind = "server" if name == SERVER else "site"
     with open(where / "log.txt", "ab", opener=private_opener) as log:
         return subprocess.Popen(
-            [sys.executable, "-m", _MODULE, kind, str(where)],
+            [sys.executable, "-m", "fedpact", "deploy", kind, str(where)],
             env=environment(where),
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -27,6 +27,7 @@ from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.algorithms.wrappers.server_optimizer import read_average
 from fedpact.common.errors import FedpactError, PlanError
 from fedpact.common.files import parse_errors
+from fedpact.common.format import exact_percent, headline_metric
 from fedpact.common.messages import FINAL, Refusal, RoundRecord, SiteScore, Task, Transport
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import ATTEMPTS, Checkpoint, Folder
@@ -286,15 +287,13 @@ class Coordinator:
         with_epsilon(RoundRecord(round=0), self.terms, {name: {} for name in self.terms})
 
 
-def print_round(record: RoundRecord) -> None:
-    """Print the cost of a round to a server's log."""
-    # All digits: rounded down it would not be a bound.
-    spent = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon.items())
-    alone = ", ".join(f"{site} {epsilon!r}" for site, epsilon in record.epsilon_alone.items())
-    spent += f"; without other sites' noise: {alone}" if alone else ""
-    refused = "".join(f", {site}: {code}" for site, code in record.refused.items())
-    terms = "ε, each at its site's δ, adjacency and accountant as in plan.json"
-    print(f"round {record.round}: {terms}: {spent}{refused}", flush=True)
+def describe_round(record: RoundRecord) -> str:
+    """Return a round's number, accuracy, largest ε, seconds and refusals in a line."""
+    found = headline_metric(record.accuracy, record.loss, exact_percent)
+    accuracy = "" if record.accuracy is None else f"  {' '.join(found)}"
+    refused = "".join(f"  {site}: {code}" for site, code in record.refused.items())
+    spent = record.most_spent()
+    return f"round {record.round}{accuracy}  ε {spent}  {record.seconds:.1f} s{refused}"
 
 
 class _Evaluator:

@@ -15,11 +15,10 @@ from rich.console import Console
 from fedpact.cli.console import AsJson, Config, Overrides, group, plain_console, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import DataError, FedpactError
-from fedpact.common.format import counted, exact_percent, headline_metric, upper
+from fedpact.common.format import counted, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
-    from fedpact.common.messages import RoundRecord
     from fedpact.deployment import local
     from fedpact.deployment.federation import Federation
     from fedpact.plan import Plan
@@ -303,10 +302,11 @@ def server(
 ) -> None:
     """Run the server until the run ends; started again, it resumes."""
     from fedpact.deployment import processes
+    from fedpact.deployment.server import describe_round
 
     out = plain_console()
     out.quiet = as_json
-    summary = processes.run_server(directory, lambda record: out.print(_line(record)))
+    summary = processes.run_server(directory, lambda record: out.print(describe_round(record)))
     show(summary, as_json, lambda: out.print(f"ended: {summary['status']}"))
 
 
@@ -356,6 +356,7 @@ def _follow(directory: Path, here: local.Parties) -> None:
     """Print each committed round until the server's process has ended."""
     from fedpact.common.messages import RoundRecord
     from fedpact.deployment import local
+    from fedpact.deployment.server import describe_round
 
     seen, out, told = -1, plain_console(), set[str]()
     while True:
@@ -370,7 +371,7 @@ def _follow(directory: Path, here: local.Parties) -> None:
         last = found["round"]
         if last is not None and last["round"] != seen:
             seen = last["round"]
-            out.print(_line(RoundRecord(**last)))
+            out.print(describe_round(RoundRecord(**last)))
         if ended.pop(local.SERVER):
             break
         # A site's process runs until it is stopped, so missing ones have failed.
@@ -388,20 +389,13 @@ def _follow(directory: Path, here: local.Parties) -> None:
     _print({**found, "released": _released(directory)})
 
 
-def _line(record: RoundRecord) -> str:
-    found = headline_metric(record.accuracy, record.loss, exact_percent)
-    accuracy = "" if record.accuracy is None else f"  {' '.join(found)}"
-    refused = "".join(f"  {site}: {code}" for site, code in record.refused.items())
-    spent = record.most_spent()
-    return f"round {record.round}{accuracy}  ε {spent}  {record.seconds:.1f} s{refused}"
-
-
 def _print(found: dict[str, Any], *, every: bool = False) -> None:
     from fedpact.common.messages import RoundRecord
+    from fedpact.deployment.server import describe_round
 
     out = plain_console()
     last = found["round"]
-    at = "" if last is None else "; " + _line(RoundRecord(**last))
+    at = "" if last is None else "; " + describe_round(RoundRecord(**last))
     out.print(f"run {found['run']}: {found['status']}{at}")
     for told in found["released"]:
         out.print(f"as the sites released it, {told}", markup=False)

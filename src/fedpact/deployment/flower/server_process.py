@@ -21,7 +21,7 @@ from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.internals import PromptGrid, SuperLink, TaskQueue, public_pem, tls
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
-from fedpact.deployment.server import Coordinator, print_round
+from fedpact.deployment.server import Coordinator, describe_round
 from fedpact.simulation.secure_aggregation import keys
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ def serve_app(grid: "Grid", directory: Path) -> None:
     with only_one(directory / LOCK, f"{directory} is in use already"):
         coordinator = Coordinator.of(directory)
         over = cast(PromptGrid, AppGrid(grid, coordinator.federation))
-        print(f"ended: {coordinate(coordinator, over, print_round)['status']}", flush=True)
+        summary = coordinate(coordinator, over, lambda record: print(describe_round(record)))
+        print(f"ended: {summary['status']}")
 
 
 def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str, Any]:
