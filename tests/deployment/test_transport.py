@@ -352,7 +352,7 @@ def test_each_malformed_reply_is_reported_separately(federation):
     run, nodes = federation
     run()
     coordinator = Coordinator.of(run.directory / "server")
-    admission, _ = coordinator.admission()
+    admission = coordinator.admission()
     task = from_bytes(nodes[0].heard[0])
     form = expect_form(coordinator.workshop(), task)
     good = _reply(nodes[0], task)

@@ -51,7 +51,6 @@ from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.secure_aggregation.transport import Attempts
 from fedpact.simulation.statement import Side, site_terms, statement
-from fedpact.simulation.trackers import Log, check_log
 from fedpact.simulation.workshop import TrainingSetup
 
 _log = logging.getLogger("fedpact.server")
@@ -142,11 +141,10 @@ class Coordinator:
         """Where the attempts at rounds under secure aggregation are kept."""
         return self.folder.path / ATTEMPTS
 
-    def admission(self) -> tuple[Admission, Callable[[], None]]:
-        """Return the check of replies, and a function that stores the ledgers it has seen."""
+    def admission(self) -> Admission:
+        """Return the check of replies, with the ledgers that the run has seen."""
         standing, longest = LedgerRegistry(self.folder.path), self.federation.checks.longest
-        found = Admission(self.plan.method, self.terms, longest, standing, self._longest_sums)
-        return found, standing.save
+        return Admission(self.plan.method, self.terms, longest, standing, self._longest_sums)
 
     @cached_property
     def form(self) -> SumsForm:
@@ -176,32 +174,20 @@ class Coordinator:
     def run(
         self,
         transport: Transport,
+        plain: Transport,
         on_round: Callable[[RoundRecord], None],
         begin: Callable[[], None],
-        plain: Transport | None = None,
         sockets: Callable[[], Sequence[int]] = tuple,
     ) -> dict[str, Any]:
         """Start or resume the run, and return its summary. on_round: called with every record.
 
-        begin: called before the first round is charged. plain: carries the final model to the
-        sites if `transport` sums replies. sockets: returns the bytes (to, from) sites carried by
+        plain: carries the final model to the sites, as `transport` may sum replies. begin: called
+        before the first round is charged. sockets: returns the bytes (to, from) sites carried by
         connections so far, () if unknown. Raises FedpactError if the transport gives up;
         committed rounds are kept.
         """
-        check_log(self.plan.run.log)
-        with Log(self.plan.run.log, self.folder.path) as log:
-            logged = log.and_tell(on_round)
-            return self._run(transport, logged, cache(begin), plain or transport, sockets)
-
-    def _run(
-        self,
-        transport: Transport,
-        on_round: Callable[[RoundRecord], None],
-        begin: Callable[[], None],
-        plain: Transport,
-        sockets: Callable[[], Sequence[int]],
-    ) -> dict[str, Any]:
         self._begin()
+        begin = cache(begin)
         plan = self.plan
         evaluator = _Evaluator(self)
         rounds = Rounds(plan, self.federation.run, transport, evaluator, form=self.form)

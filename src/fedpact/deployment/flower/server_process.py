@@ -14,7 +14,7 @@ from flwr.app import Message, RecordDict
 
 from fedpact.common.errors import FedpactError, InputError, TransportLost
 from fedpact.common.files import LOCK, only_one
-from fedpact.common.messages import Refusal, RoundRecord, from_bytes
+from fedpact.common.messages import Refusal, RoundRecord, Transport, from_bytes
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import flower_records
@@ -23,6 +23,7 @@ from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
 from fedpact.deployment.server import Coordinator, describe_round
 from fedpact.simulation.secure_aggregation import keys
+from fedpact.simulation.trackers import Log, check_log
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -99,18 +100,19 @@ class AppGrid:
 def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) -> dict[str, Any]:
     """Run a federation over a Grid and return the run's summary."""
     key = keys.read_private_key(coordinator.directory / "server.key")
-    admission, remember = coordinator.admission()
+    federation, plan, folder = coordinator.federation, coordinator.plan, coordinator.folder
+    admission, agreed = coordinator.admission(), federation.agreed(plan)
     form = partial(expect_form, coordinator.workshop(), sums=coordinator.form.lengths)
-    federation, plan, waits = coordinator.federation, coordinator.plan, coordinator.folder.waits
-    agreed = federation.agreed(plan)
-    transport = FlowerTransport(grid, federation, key, agreed, admission, form, remember, waits)
-    begin = partial(transport.wait_until_ready, federation.run)
+    plain = FlowerTransport(grid, federation, key, agreed, admission, form, folder.waits)
+    transport: Transport = plain
+    if plan.secure_aggregation.threshold:
+        attempts = coordinator.attempts
+        transport = secure_deployment(plain, federation, plan, attempts, admission, form)
+    begin = partial(plain.wait_until_ready, federation.run)
     sockets = getattr(grid, "sockets", tuple)  # somebody else's SuperLink counts none
-    if not plan.secure_aggregation.threshold:
-        return coordinator.run(transport, on_round, begin, sockets=sockets)
-    attempts = coordinator.attempts
-    secure = secure_deployment(transport, federation, plan, attempts, admission, form)
-    return coordinator.run(secure, on_round, begin, transport, sockets)
+    check_log(plan.run.log)
+    with Log(plan.run.log, folder.path) as log:
+        return coordinator.run(transport, plain, log.and_tell(on_round), begin, sockets)
 
 
 def serve_app(grid: "Grid", directory: Path) -> None:

@@ -61,8 +61,8 @@ class FlowerTransport:
     """See messages.Transport.
 
     key: the server's private key. agreed: see Federation.agreed. form: returns the form of replies
-    to a task. on_seen: called after answers were received and before they are used. on_wait: called
-    during a round with its number and the seconds of each site, answered or awaited.
+    to a task. on_wait: called during a round with its number and the seconds of each site, answered
+    or awaited.
     """
 
     traffic = None
@@ -75,12 +75,11 @@ class FlowerTransport:
         agreed: str,
         admission: Admission,
         form: Callable[[Task], Form],
-        on_seen: Callable[[], None] = lambda: None,
         on_wait: OnWait = lambda *_: None,
     ) -> None:
         self._grid, self._federation, self._key = grid, federation, key
         self._agreed = agreed
-        self._admission, self._form, self._on_seen = admission, form, on_seen
+        self._admission, self._form = admission, form
         self._on_wait = on_wait
         self._keys = {n: keys.public_key(m.key) for n, m in federation.sites.items()}
         self._nodes = dict[str, int]()
@@ -257,7 +256,7 @@ class FlowerTransport:
             if not arrived:
                 self._sleep()
         # On the disk before replies are used: a ledger that was seen is remembered.
-        self._on_seen()
+        self._admission.standing.save()
         for site in this.open:
             # An absent site is not slow, and a site that was not asked owes no answer.
             if site in this.asked and (site in self._slow or site in self._nodes):
