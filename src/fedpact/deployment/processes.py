@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from fedpact.common.errors import FedpactError, InputError, TransportLost
 from fedpact.common.files import LOCK, only_one
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.flower import program
+from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.privacy.accounting.apart import apart
@@ -29,7 +30,7 @@ from fedpact.simulation.flower import QUIET, require_flower
 
 OnRound = Callable[[RoundRecord], None]
 _LOST_SECONDS = 3.0  # less than the 5 after which Flower would end the process with its own code
-_LONGEST_PAUSE = 5.0
+_PAUSE_SECONDS = 2.0
 _KNOCK_SECONDS = 1.0
 _PORT_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
@@ -103,7 +104,7 @@ def run_site(directory: Path) -> None:
         credentials.check_site_keys(directory, site.federation, site.name)
         credentials.write_site_connection(_home(directory).parent)
         _prepare(site.federation.seeds == "test")
-        waits, tell = _Waits(), _Teller()
+        tell = _Teller()
         with _ended_by_signals():
             if site.settings.socket is not None:
                 site_process.listen(site, directory, directory / site.settings.socket)
@@ -118,25 +119,17 @@ def run_site(directory: Path) -> None:
                         raise
                     tell(f"no space for {directory} ({error.strerror}): waiting for space")
                 # Not enrolled yet, or the server is away: try again.
-                waits()
+                time.sleep(_PAUSE_SECONDS)
 
 
 @contextmanager
 def _held(directory: Path) -> Generator[None]:
     """Hold a party's directory for its process. Raises InputError: another one does."""
     end = time.monotonic() + _LOOK_SECONDS
-    while True:
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(only_one(directory / LOCK, f"{directory} is in use already"))
-                held = stack.pop_all()
-            break
-        except InputError:
-            # A process that tests the lock holds it for an instant.
-            if time.monotonic() > end:
-                raise
+    # A process that tests the lock holds it for an instant.
+    while is_held(directory) and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS / 10)
-    with held:
+    with only_one(directory / LOCK, f"{directory} is in use already"):
         yield
 
 
@@ -315,19 +308,6 @@ def _wait_for_port(host: str, port: int, setting: str) -> None:
                         f"another program may be listening there; end it, or change {setting}"
                     ) from None
         time.sleep(_KNOCK_SECONDS)
-
-
-class _Waits:
-    """Pauses that grow exponentially, and start short again after a quiet period."""
-
-    def __init__(self) -> None:
-        self._pause, self._last = 0.0, 0.0
-
-    def __call__(self) -> None:
-        calm = time.monotonic() - self._last > 2 * _LONGEST_PAUSE
-        self._pause = 1.0 if calm else min(2 * self._pause, _LONGEST_PAUSE)
-        time.sleep(self._pause)
-        self._last = time.monotonic()
 
 
 def _reason(directory: Path) -> str:
