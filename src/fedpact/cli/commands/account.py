@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -17,7 +17,7 @@ from fedpact.common.format import lower, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
-    from fedpact.privacy.accounting.accountant import Accountant, Conversion, History
+    from fedpact.privacy.accounting.accountant import Accountant, Budget, Conversion, History
     from fedpact.privacy.ledger.receipt import Remaining
 
 _CONVERSIONS = {
@@ -77,21 +77,27 @@ def account(
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, or with --epsilon the noise, the number of releases or the sampling rate."""
-    from fedpact.privacy.accounting.accountant import ACCOUNTANTS, ADJACENCY_BY_UNIT
+    from fedpact.privacy.accounting.accountant import ACCOUNTANTS, ADJACENCY_BY_UNIT, Budget
+    from fedpact.privacy.ledger.receipt import remaining
 
-    setting = Setting(q, sigma, steps, epsilon, delta)
-    _tuned_alone(tuned, ledger, per_person)
-    left = _left(setting, ledger, joint)
-    _check_person(per_person, left)
+    given = {"q": q, "sigma": sigma, "steps": steps, "epsilon": epsilon}
+    solved = _find_missing(given)
+    _check_options(epsilon, ledger, joint, per_person, tuned)
+    budget = None if epsilon is None else Budget(epsilon, delta)
+    left = remaining(ledger, budget, joint=joint) if ledger and budget else None
+    if per_person is not None and left and left.unit == "person":
+        raise InputError(
+            f"--per-person {per_person} with a ledger whose ε are per person already: leave it out"
+        )
     if every:
         ways: list[tuple[Accountant, Conversion]] = [(name, "balle") for name in ACCOUNTANTS]
         ways.append(("rdp", "mironov"))
     else:
         ways = [_way(accountant, conversion)]
-    answers = [_solve(setting, left, by, how, per_person) for by, how in ways]
+    budget, spent = (left.budget, left.spent) if left else (budget, {})
+    answers = [_solve(q, sigma, steps, budget, delta, spent, *way, per_person) for way in ways]
     if tuned is not None:
         answers = [answer | {"tuned": _tuned(answer, tuned)} for answer in answers]
-    (solved,) = setting.open()
     adjacency = ADJACENCY_BY_UNIT[left.unit if left else "record"]
     document = {
         **{"solved_for": solved, "adjacency": adjacency, "covers": _covers(left, joint)},
@@ -101,60 +107,51 @@ def account(
     show(document, as_json, lambda: _print(document, answers, per_person))
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The given numbers; None for the one to compute."""
-
-    q: float | None
-    sigma: float | None
-    steps: int | None
-    epsilon: float | None
-    delta: float
-
-    def __post_init__(self) -> None:
-        """Raise InputError unless exactly one number is None."""
-        if len(self.open()) != 1:
-            given = ["--" + n for n in ("q", "sigma", "steps", "epsilon") if n not in self.open()]
-            raise InputError(
-                f"given are {', '.join(given) or 'none'}: expected exactly three of --q, --sigma, "
-                "--steps and --epsilon; the fourth is computed"
-            )
-
-    def open(self) -> list[str]:
-        """Return the names of the numbers that are None."""
-        return [n for n in ("q", "sigma", "steps", "epsilon") if getattr(self, n) is None]
-
-
-def _check_person(records: int | None, left: Remaining | None) -> None:
-    """Raise InputError: --per-person below 1, or with a ledger of persons."""
-    if records is not None and records < 1:
+def _find_missing(given: Mapping[str, float | None]) -> str:
+    """Return the name of the number to compute. Raises InputError unless exactly one is None."""
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) != 1:
+        options = ["--" + name for name in given if name not in missing]
         raise InputError(
-            f"--per-person is {records}: expected the largest number of records per person, at "
+            f"given are {', '.join(options) or 'none'}: expected exactly three of --q, --sigma, "
+            "--steps and --epsilon; the fourth is computed"
+        )
+    return missing[0]
+
+
+def _check_options(
+    epsilon: float | None,
+    ledger: Path | None,
+    joint: bool,
+    per_person: int | None,
+    tuned: int | None,
+) -> None:
+    """Raise InputError for options out of range, or that cannot be combined."""
+    if per_person is not None and per_person < 1:
+        raise InputError(
+            f"--per-person is {per_person}: expected the largest number of records per person, at "
             "least 1"
         )
-    if records is not None and left and left.unit == "person":
+    if tuned is not None and tuned < 2:
+        raise InputError(f"--tuned is {tuned}: expected the number of runs tried, 2 or more")
+    if tuned is not None and ledger is not None:
         raise InputError(
-            f"--per-person {records} with a ledger whose ε are per person already: leave it out"
+            f"--tuned {tuned} with --ledger: `fedpact ledger show` tells what all runs in a "
+            "ledger cost together; leave --ledger out for the cost of new runs"
         )
-
-
-def _left(setting: Setting, ledger: Path | None, joint: bool) -> Remaining | None:
-    """Return what is left of a ledger; None without one. Raises InputError: options missing."""
-    from fedpact.privacy.accounting.accountant import Budget
-    from fedpact.privacy.ledger.receipt import remaining
-
-    if ledger is None:
-        if joint:
-            raise InputError(
-                "--joint is given without --ledger: name the ledger whose runs to compose"
-            )
-        return None
-    if setting.epsilon is None:
+    if tuned is not None and per_person is not None:
+        raise InputError(
+            f"--tuned {tuned} with --per-person {per_person}: the bound on the best of several "
+            "runs holds per record only; for all runs together multiply --steps by their number "
+            "and leave --tuned out"
+        )
+    if joint and ledger is None:
+        raise InputError("--joint is given without --ledger: name the ledger whose runs to compose")
+    if ledger is not None and epsilon is None:
         raise InputError(
             "--ledger is given without --epsilon: give the ε that all runs on the ledger's records "
             "share, and two of --q, --sigma and --steps; the third is computed for one more run"
         )
-    return remaining(ledger, Budget(setting.epsilon, setting.delta), joint=joint)
 
 
 def _described(left: Remaining, joint: bool) -> dict[str, Any]:
@@ -179,30 +176,34 @@ def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
 
 
 def _solve(
-    setting: Setting,
-    left: Remaining | None,
+    q: float | None,
+    sigma: float | None,
+    steps: int | None,
+    budget: Budget | None,
+    delta: float,
+    spent: History,
     by: Accountant,
     how: Conversion,
     per_person: int | None,
 ) -> dict[str, Any]:
-    """Compute the missing number, and the ε of the completed setting."""
+    """Compute the number that is None, and the ε of the completed setting.
+
+    budget: None if its ε is to be computed at δ. spent: earlier events that it covers, too.
+    """
     from fedpact.privacy.accounting.accountant import (
         ACCOUNTANTS,
-        Budget,
         SampledGaussian,
         epsilon,
         find_binding_accountant,
         max_steps,
     )
     from fedpact.privacy.accounting.calibration import largest_rate, smallest_sigma
+    from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 
-    q, sigma, steps = setting.q, setting.sigma, setting.steps
     if steps is not None:
         check.count(steps=steps)
-    budget, spent = None, dict[SampledGaussian, int]()
-    if setting.epsilon is not None:
-        budget = left.budget if left else Budget(setting.epsilon, setting.delta)
-        spent = dict(left.spent) if left else {}
+    if budget is not None:
+        delta = budget.delta
         if q is None and sigma is not None and steps is not None:
             q = largest_rate(budget, sigma, steps, by, how, spent)
         elif sigma is None and q is not None and steps is not None:
@@ -211,17 +212,18 @@ def _solve(
             steps = max_steps(SampledGaussian(q, sigma), budget, by, how, spent)
     if q is None or sigma is None or steps is None:
         raise InputError("one of q, sigma and steps could not be determined")
-    delta = budget.delta if budget else setting.delta
     event = SampledGaussian(q, sigma)
     history = {**spent, event: spent.get(event, 0) + steps}
-    cost = epsilon(history, delta, by, how)
+    person = {}
+    if per_person is not None:
+        cost = epsilon_per_person(history, delta, per_person)
+        person = {"person_records": per_person, "epsilon_per_person": _finite(cost)}
     return {
         "q": q,
         "sigma": sigma,
         "steps": steps,
-        # JSON has no infinity: null means that no finite bound was found.
-        "epsilon": cost if math.isfinite(cost) else None,
-        **_of_person(history, delta, per_person),
+        "epsilon": _finite(epsilon(history, delta, by, how)),
+        **person,
         "delta": delta,
         "target_epsilon": budget.epsilon if budget else None,
         "accountant": by,
@@ -230,36 +232,9 @@ def _solve(
     }
 
 
-def _of_person(history: History, delta: float, records: int | None) -> dict[str, Any]:
-    """Return ε for a person with up to `records` records; empty for None."""
-    from fedpact.privacy.accounting.group_privacy import epsilon_per_person
-
-    if records is None:
-        return {}
-    cost = epsilon_per_person(history, delta, records)
-    return {
-        "person_records": records,
-        "epsilon_per_person": cost if math.isfinite(cost) else None,
-    }
-
-
-def _tuned_alone(runs: int | None, ledger: Path | None, per_person: int | None) -> None:
-    """Raise InputError: --tuned below 2, or with options that it cannot be combined with."""
-    if runs is None:
-        return
-    if ledger is not None:
-        raise InputError(
-            f"--tuned {runs} with --ledger: `fedpact ledger show` tells what all runs in a "
-            "ledger cost together; leave --ledger out for the cost of new runs"
-        )
-    if per_person is not None:
-        raise InputError(
-            f"--tuned {runs} with --per-person {per_person}: the bound on the best of several "
-            "runs holds per record only; for all runs together multiply --steps by their number "
-            "and leave --tuned out"
-        )
-    if not runs >= 2:
-        raise InputError(f"--tuned is {runs}: expected the number of runs tried, 2 or more")
+def _finite(epsilon: float) -> float | None:
+    # JSON has no infinity: null means that no finite bound was found.
+    return epsilon if math.isfinite(epsilon) else None
 
 
 def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
