@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+import textwrap
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from fedpact.common.configuration import plan_error
@@ -63,58 +64,40 @@ docs/how-to/operate-a-deployment.md.
 
 def render_federation(of: Federation) -> str:
     """Return federation.toml."""
-    members = "".join(
-        f"\n[sites.{toml(name)}]\nsize = {member.size:.17g}\nkey = {toml(member.key)}\n"
-        for name, member in of.sites.items()
+    groups = "" if of.groups is None else f"[groups]\n{_entries(of.groups.model_dump())}\n"
+    members = (
+        f"\n[sites.{toml(name)}]\n{_entries(one.model_dump())}" for name, one in of.sites.items()
     )
-    patience, checks = of.patience, of.checks
-    note = "the column that identifies a person; not a feature; sizes count persons if protected"
-    person = _optional("person", of.person, '"..."', note)
-    note = "a table's columns in the order of a record's numbers; a file may have another order"
-    features = _optional("features", [*of.features], "[...]", note)
-    note = "how many sites must be ready for the first round; default: all"
-    start_sites = _optional("start_sites", patience.start_sites, "1", note)
-    groups = "" if of.groups is None else f"\n[groups]\n{_entries(of.groups.model_dump())}"
     return f"""\
 # The agreement of all parties; public, and the same at every party.
-run = "{of.run}"               # a site takes part only in this run
-address = {toml(of.address)}       # of the server, as the sites reach it
-server_key = {toml(of.server_key)}
-classes = {toml(of.classes)}
-shape = {list(of.shape)}       # of one record
-values = "{of.values}"
-{person}
-{features}
-seeds = "{of.seeds}"           # "test": noise from the plan's seed, on one machine only
-
+{_explained(of)}
 [patience]
-round_seconds = {toml(patience.round_seconds)}        # how long a round waits for replies
-resend_seconds = {toml(patience.resend_seconds)}      # a site that does not answer is asked again
-join_seconds = {toml(patience.join_seconds)}          # how long the start waits for all sites
-{start_sites}
-least_replies = {patience.least_replies}          # with fewer replies the round is repeated
-retries = {patience.retries}                      # how often, before the run stops
-
+{_explained(of.patience)}
 [checks]
-longest = {toml(checks.longest)}   # the largest distance of a reply, relative to the round's median
-
+{_explained(of.checks)}
 # What a record may hold: a public declaration, not computed from records. low and high (with
 # clamp = true, values beyond them are set to them); vocabulary = 50 for words 0, ..., 49; or a
 # table [records.columns.NAME] with range = [low, high], or categories. A site leaves out records
 # that do not fit, and names them only in its own log.
-{_records(of.records)}{groups}
-# A site's size is public: a round number near what it trains on, not a count.
-{members}"""
+{_records(of.records)}
+{groups}# A site's size is public: a round number near what it trains on, not a count.
+{"".join(members)}"""
+
+
+def _explained(table: BaseModel) -> str:
+    """Return the keys of a table, each below its meaning; one without a value is a comment."""
+    found = ""
+    for key, about in type(table).model_fields.items():
+        value = getattr(table, key)
+        if key != "groups" and not isinstance(value, BaseModel | dict):
+            meaning = textwrap.wrap(" ".join((about.description or "").split()), 98)
+            found += "".join(f"# {line}\n" for line in meaning)
+            found += f"# {key} =\n" if value in (None, ()) else f"{key} = {toml(value)}\n"
+    return found
 
 
 def _entries(table: Mapping[str, Any]) -> str:
     return "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
-
-
-def _optional(key: str, value: object, example: str, note: str) -> str:
-    """A line of an optional key; without a value, a comment with an example."""
-    left_out = value is None or value == []
-    return f"# {key} = {example}   # {note}" if left_out else f"{key} = {toml(value)}   # {note}"
 
 
 def _records(form: RecordForm) -> str:
