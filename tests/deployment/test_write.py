@@ -249,14 +249,11 @@ def test_the_command_writes_its_input_and_status_reads_it(tmp_path):
     where = tmp_path / "d"
     told = run_cli(
         *("init", where, "--set", "rounds=2", "--set", "sites=2", "--port", "9443"),
-        *("--host", "localhost", "--least-replies", "2", "--start-sites", "1"),
-        *("--round-seconds", "11", "--test-seeds"),
+        *("--host", "localhost", "--test-seeds"),
     )
     found = Federation.read(where / "server" / "federation.toml")
     assert found.run in told
     assert found.address == "localhost:9443"
-    assert (found.patience.least_replies, found.patience.round_seconds) == (2, 11.0)
-    assert found.patience.start_sites == 1
     assert found.seeds == "test"
     status = json.loads(run_cli("status", where, "--json"))
     assert status["running"] == {"server": False, "site-00": False, "site-01": False}

@@ -61,24 +61,6 @@ def init(
     test_seeds: Annotated[
         bool, typer.Option(help="Draw noise from the plan's seed: for tests on this machine only.")
     ] = False,
-    round_seconds: Annotated[
-        float, typer.Option(help="Seconds that a round waits for replies.")
-    ] = 600.0,
-    resend_seconds: Annotated[
-        float, typer.Option(help="Seconds after which a site is asked again.")
-    ] = 60.0,
-    join_seconds: Annotated[
-        float, typer.Option(help="Seconds that the start waits for sites.")
-    ] = 60.0,
-    start_sites: Annotated[
-        int | None, typer.Option(help="Sites that the first round waits for; default: all.")
-    ] = None,
-    least_replies: Annotated[
-        int, typer.Option(help="Replies that a round needs; with fewer it is tried again.")
-    ] = 1,
-    retries: Annotated[
-        int, typer.Option(help="Times that a round is tried again before the run stops.")
-    ] = 2,
 ) -> None:
     """Write a deployment of a plan: certificates, keys, settings and policies."""
     check_keys(config, overrides)
@@ -88,17 +70,9 @@ def init(
     from fedpact.simulation.flower import require_flower
 
     require_flower()
-    patience = {
-        "round_seconds": round_seconds,
-        "resend_seconds": resend_seconds,
-        "join_seconds": join_seconds,
-        "start_sites": start_sites,
-        "least_replies": least_replies,
-        "retries": retries,
-    }
     seeds = "test" if test_seeds else "secure"
     host = host or SERVER_HOSTS.get(package or "", "127.0.0.1")
-    choices = Choices(host, port, tuple(names), records, seeds, patience)
+    choices = Choices(host, port, tuple(names), records, seeds)
     plan = Plan.read(config, [*overrides, *[f"sites={len(names)}"] * bool(names)])
     federation = write_deployment(directory, plan, choices)
     if package is not None:
