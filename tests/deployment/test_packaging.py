@@ -28,11 +28,11 @@ from typer.testing import CliRunner
 
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, TransportLost
-from fedpact.deployment import local, packaging, processes
+from fedpact.deployment import packaging, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.health import find_outage
 from fedpact.deployment.local import die_with_parent
-from fedpact.deployment.site_records import SiteSettings
+from fedpact.deployment.site_records import SiteSettings, read_receipt
 
 ROOT = Path(__file__).parents[2]
 FEDPACT = [sys.executable, "-c", "from fedpact.cli.main import main; main()"]
@@ -332,8 +332,7 @@ def test_five_run_by_the_commands_of_compose(packaged, tmp_path):
         for name in homes.keys() - {"server"}:
             assert started[name].poll() is None
             # What each has spent lies in the ledger's own directory.
-            assert local.ledger_of(homes[name])["runs"]
-            assert (homes[name] / "ledger" / "ledger.jsonl").exists()
+            assert read_receipt(homes[name] / "ledger" / "ledger.jsonl")["runs"]
             assert (homes[name] / "run" / "summary.json").exists()
     finally:
         for process in started.values():

@@ -19,11 +19,16 @@ from fedpact.data.schema import Column, ValueRange
 from fedpact.data.summary import ColumnCells, ColumnSummary, count_classes, summarise_array
 from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.flower.credentials import check_site_keys
-from fedpact.deployment.site import has_reserved
-from fedpact.deployment.site_records import CLAMPED_REMEDY, Own, SiteFiles, own_records
+from fedpact.deployment.site import reserved_runs
+from fedpact.deployment.site_records import (
+    CLAMPED_REMEDY,
+    Own,
+    SiteFiles,
+    own_records,
+    read_receipt,
+)
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.guarantee import Guarantee
-from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import over_runs
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
@@ -92,7 +97,7 @@ def check_site(directory: Path) -> SiteCheck:
         file=str(path),
         size=0.0 if member is None else member.size,
         unit=plan.privacy.unit,
-        reserved=has_reserved(files.ledger, federation.run),
+        reserved=federation.run in reserved_runs(files.ledger),
         rounds=plan.rounds,
         steps=plan.method.steps(),
     )
@@ -128,15 +133,13 @@ def _noted(found: SiteCheck) -> Generator[None]:
 
 def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
     """Add the cost of the run and of other runs on the same records."""
-    policy, plan, ledger = Policy.read(files.directory / "policy.toml"), files.plan, files.ledger
+    policy, plan = Policy.read(files.directory / "policy.toml"), files.plan
     found.epsilon, found.delta = terms.budget.epsilon, terms.budget.delta
     files.check_ledger()
     once = plan.evaluation_terms
     if once is not None:
         found.evaluation = once.budget.epsilon, once.budget.delta
-    # Another process of the site may be writing its first entry.
-    written = ledger.exists() and b"\n" in ledger.read_bytes()
-    runs: dict[str, dict[str, Any]] = receipt(ledger)["runs"] if written else {}
+    runs: dict[str, dict[str, Any]] = (read_receipt(files.ledger) or {"runs": {}})["runs"]
     others = [
         (run["beside"] or name, Guarantee.read(run, "epsilon_reserved", "epsilon_alone_reserved"))
         for name, run in runs.items()

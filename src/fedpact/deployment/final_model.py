@@ -28,11 +28,10 @@ from fedpact.common.files import read_json_table, write_whole
 from fedpact.common.messages import Task
 from fedpact.common.params import FlatModel, state_of
 from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_scales
-from fedpact.deployment.site_records import SiteFiles
+from fedpact.deployment.site_records import SiteFiles, read_receipt
 from fedpact.deployment.store import RunMemory, Store
 from fedpact.plan import Plan
 from fedpact.privacy.guarantee import Guarantee
-from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import spend_of
 from fedpact.simulation.predict import RecordedForm
 
@@ -92,7 +91,7 @@ class FinalModel:
     def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
         """Return the run's cost from this site's ledger; empty if that has no such run."""
         try:
-            runs = receipt(self.files.ledger)["runs"] if self.files.ledger.exists() else {}
+            runs = (read_receipt(self.files.ledger) or {"runs": {}})["runs"]
         except (LedgerError, OSError) as error:
             # The model is this site's even so.
             _log.warning("the final model's summary does not say what the run cost: %s", error)

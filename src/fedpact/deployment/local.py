@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
@@ -20,9 +19,8 @@ from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.processes import environment
 from fedpact.deployment.site_evaluation import own_figures
-from fedpact.deployment.site_records import SiteSettings
+from fedpact.deployment.site_records import SiteSettings, read_receipt
 from fedpact.plan import Plan
-from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.flower import require_flower
 
 _GRACE_SECONDS = 10.0
@@ -145,7 +143,11 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
         "own_figures": own_figures(directory, federation.run)
         if (directory / "site.toml").exists()
         else None,
-        "ledgers": {name: ledger_of(where) for name, where in places.items() if name != SERVER},
+        "ledgers": {
+            name: read_receipt(where / SiteSettings.read(where).ledger)
+            for name, where in places.items()
+            if name != SERVER
+        },
     }
 
 
@@ -191,13 +193,6 @@ def die_with_parent() -> None:
     """Have a child killed when its parent ends (Linux), as subprocess.Popen(preexec_fn=...)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
-
-
-def ledger_of(site: Path) -> Mapping[str, Any] | None:
-    """Return the receipt of a site's ledger; None if there is no ledger yet."""
-    path = site / SiteSettings.read(site).ledger
-    # The site may be writing its first entry.
-    return receipt(path) if path.exists() and b"\n" in path.read_bytes() else None
 
 
 def _last_round(server: Path) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ import logging
 import re
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ from fedpact.common.run_folder import RUN
 from fedpact.deployment.approval import check_approved
 from fedpact.deployment.final_model import FinalModel, describe_ending, read_ending
 from fedpact.deployment.secure import masker_of
-from fedpact.deployment.site_evaluation import Examiner, Progress
+from fedpact.deployment.site_evaluation import Examiner, count_answer
 from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.deployment.store import STORE_FILE, LastReply, RunMemory, Store, room
 from fedpact.per_sample.layout import PLACEMENTS
@@ -79,13 +79,18 @@ _ANSWERED = re.compile(rb"round \d+: (replied|answered)")
 _LEFT_BEHIND = ("reply", "evaluation", "opened")
 
 
-def check_left_behind(directory: Path, store: Store, ledger: Path, promised: bool) -> None:
+def reserved_runs(ledger: Path) -> set[str]:
+    """Return the runs with a reservation in a ledger file. Raises LedgerError: it is damaged."""
+    entries = read_entries(ledger) if ledger.exists() else []
+    return {entry["run"] for entry in entries if entry["kind"] == "reserve"}
+
+
+def check_left_behind(directory: Path, store: Store, ledger: Path) -> None:
     """Raise LedgerError if a site has taken part in a run that its ledger does not contain.
 
-    promised: whether the ledger has a reservation. A site reserves before it answers its first
-    task, so no reply can be older than the ledger.
+    A site reserves before it answers its first task, so no reply can be older than the ledger.
     """
-    if promised:
+    if reserved_runs(ledger):
         return
     log = directory / "log.txt"
     found = [f"{name!r} in {STORE_FILE}" for name in _LEFT_BEHIND if store.read(name) is not None]
@@ -97,12 +102,6 @@ def check_left_behind(directory: Path, store: Store, ledger: Path, promised: boo
             f"{directory} show that this site has released before: restore the ledger as it was "
             "after the last release; without it, treat the records' budget as spent"
         )
-
-
-def has_reserved(ledger: Path, run: str) -> bool:
-    """Whether a ledger file has a reservation for a run. Raises LedgerError: it is damaged."""
-    entries = read_entries(ledger) if ledger.exists() else []
-    return any(entry["kind"] == "reserve" and entry["run"] == run for entry in entries)
 
 
 _log = logging.getLogger("fedpact.site")
@@ -175,24 +174,23 @@ class TaskChecks:
         if task.round > self._rounds:
             told = f"its round is {task.round}: the site reserved {self._rounds} rounds"
             raise Unfit("budget", told)
-        if wrong := self._wrong(task):
+        if wrong := self._find_fault(task):
             raise Unfit("task", wrong)
 
-    def _wrong(self, task: Task) -> str | None:
-        other = task.algorithm in self._others
-        vectors, numbers = self._vectors, self._numbers
-        if other:
-            vectors, numbers = self._others[task.algorithm], {}
+    def _find_fault(self, task: Task) -> str | None:
+        trains = task.algorithm not in self._others
+        vectors = self._vectors if trains else self._others[task.algorithm]
+        numbers = self._numbers if trains else {}
         if vectors is None:
             return "it requests an evaluation: expected none, as the plan has none"
         for name, value, least, most in (
             ("round", task.round, self._first, self._rounds),
-            ("included", task.included, -1, task.round - (task.algorithm not in self._others)),
+            ("included", task.included, -1, task.round - trains),
             ("attempt", task.attempt, 0, _MOST_ATTEMPTS),
         ):
             if not least <= value <= most:
                 return f"its {name} is {value}: expected an integer from {least} to {most}"
-        if not (other or self._site in (drawn := self._participants.of(task.round))):
+        if trains and self._site not in (drawn := self._participants.of(task.round)):
             return f"round {task.round} is for {_few(drawn)}: expected a round with this site"
         found = {name: (v.shape, v.dtype) for name, v in task.vectors.items()}
         if found != vectors:
@@ -203,7 +201,7 @@ class TaskChecks:
                 return f"it has a number {name!r}: expected none but {_few(numbers)}"
             if not expected.holds(value):
                 return f"its number {name!r} is {value!r}: expected {expected}"
-        for name in sorted((frozenset() if other else self._always) - task.numbers.keys()):
+        for name in sorted(self._always - task.numbers.keys()) if trains else ():
             return f"its number {name!r} is missing: expected it in every task of this plan"
         if not all(map(all_finite, task.vectors.values())):
             return "its vectors hold NaN or infinity: expected finite numbers"
@@ -250,14 +248,12 @@ class Site:
         self._test = self.federation.seeds == "test"
         self._secure = SecureDraws()
         self._last = LastReply(self._store, "reply")
-        if not (path.exists() and path.stat().st_size):
-            check_left_behind(directory, self._store, path, promised=False)
+        check_left_behind(directory, self._store, path)
         self._witness = RollbackGuard(path)
         self.ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
         try:
             self._witness.check(self.ledger, self._last.ledger)
             self._witness.check(self.ledger, self._examiner.last.ledger)
-            check_left_behind(directory, self._store, path, promised=bool(self.ledger.runs))
             # Space reserved by a process that died: this one has the ledger's lock.
             remove_left(self._store.path)
             # This reads the algorithm's memory, and fails on an unreadable one before reserving.
@@ -327,7 +323,7 @@ class Site:
     def _to_be_masked(self, task: Task) -> Reply | Refusal:
         if task.algorithm == EVALUATION:
             return Refusal(task.run, task.round, self.name, "policy")
-        return _answer(self._trained(task))
+        return cast(Reply | Refusal, from_bytes(self._trained(task)))
 
     def _objection(self, question: Task | Step, seen: tuple[int, str]) -> str:
         """Return the code with which any such request is refused; "" if it is not."""
@@ -438,7 +434,7 @@ class Site:
 
     def note(self, block: bytes, seconds: float) -> None:
         """Count an answer and its seconds in the owner's statistics."""
-        Progress.count(self._store, self.run, from_bytes(block, self.most_vectors), seconds)
+        count_answer(self._store, self.run, from_bytes(block, self.most_vectors), seconds)
 
     def _refusal(self, question: Task | Step, code: str) -> bytes:
         return to_bytes(Refusal(question.run, question.round, self.name, code))
@@ -481,7 +477,7 @@ class Site:
     def _load(self) -> Records:
         bench = self._bench if self._device.type == "cpu" else None
         own = own_records(self.files, bench)
-        if not has_reserved(self.files.ledger, self.run):
+        if self.run not in reserved_runs(self.files.ledger):
             # Once the run has begun, no invalid record may stop the site, as that reveals it.
             own.check(self.settings)
         held = self._examiner.split(own)
@@ -514,11 +510,3 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
     except Exception as error:  # its text may depend on records, so it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told
-
-
-def _answer(block: bytes) -> Reply | Refusal:
-    """Decode an answer of this site."""
-    message = from_bytes(block)
-    if not isinstance(message, Reply | Refusal):
-        raise DataError(f"a {type(message).__name__} was found: expected the site's answer")
-    return message

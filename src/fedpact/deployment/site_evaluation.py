@@ -22,7 +22,7 @@ from torch import Tensor
 from fedpact.algorithms.wrappers.released_scales import check_as_declared, find_examined
 from fedpact.common.errors import LedgerError
 from fedpact.common.files import write_whole
-from fedpact.common.messages import EVALUATION, FINAL, Refusal, Reply, State, Step, Task, Vectors
+from fedpact.common.messages import EVALUATION, FINAL, Message, Refusal, State, Task, Vectors
 from fedpact.common.params import FlatModel, one_thread, state_of
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import Draws, SeededDraws
@@ -103,40 +103,33 @@ class Progress:
     seconds: float = 0.0
     refusals: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    @property
-    def state(self) -> str:
-        """The state in words."""
-        return "running" if self.answers else "no answer yet"
-
     @staticmethod
-    def of(block: bytes | None) -> "Progress":
-        """Read it from a site's store; empty if missing or unreadable."""
+    def of(run: str, block: bytes | None) -> "Progress":
+        """Read a run's from a site's store; empty if missing, unreadable or of an earlier run."""
         try:
-            return Progress(**json.loads(block or b"{}"))
+            found = Progress(**json.loads(block or b"{}"))
         except (ValueError, TypeError):
-            return Progress()
-
-    @staticmethod
-    def count(store: Store, run: str, answer: object, seconds: float) -> None:
-        """Count a site's answer. A full disk is only logged, as nothing depends on this count."""
-        if not isinstance(answer, Reply | Refusal | Step):
-            return
-        code = answer.code if isinstance(answer, Refusal) else ""
-        found = Progress.of(store.read(PROGRESS)).after(run, answer.round, seconds, code)
-        try:
-            store.write(PROGRESS, json.dumps(asdict(found)).encode())
-        except OSError as error:
-            _log.warning("the progress is not written: %s", error)
-
-    def after(self, run: str, number: int, seconds: float, code: str) -> "Progress":
-        """Return the progress after one more answer. code: of a refusal, "" for a reply."""
-        before = self if self.run == run else Progress(run)
-        refusals = Counter(before.refusals) + Counter([code] if code else [])
-        last = max(before.round, number)
-        return Progress(run, last, before.answers + 1, seconds, dict(refusals))
+            found = Progress()
+        return found if found.run == run else Progress(run)
 
 
 PROGRESS: Final = "progress"
+
+
+def count_answer(store: Store, run: str, answer: Message, seconds: float) -> None:
+    """Count a site's answer. A full disk is only logged, as nothing depends on this count."""
+    before = Progress.of(run, store.read(PROGRESS))
+    refusals = Counter(before.refusals)
+    if isinstance(answer, Refusal):
+        refusals[answer.code] += 1
+    last = max(before.round, answer.round)
+    found = Progress(run, last, before.answers + 1, seconds, dict(refusals))
+    try:
+        store.write(PROGRESS, json.dumps(asdict(found)).encode())
+    except OSError as error:
+        _log.warning("the progress is not written: %s", error)
+
+
 FIGURES: Final = "figures"
 _KEPT: Final = ("run", "settings", "classes", "groups", "unit", "rounds")
 _KEY_BYTES: Final = 32

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -18,6 +18,7 @@ from fedpact.data.load import load_site
 from fedpact.data.splits import limit_records_per_person, number_persons
 from fedpact.deployment.federation import Federation, parse_toml, read_plan
 from fedpact.plan import Plan
+from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.oracle import Records
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.workshop import TrainingSetup, Worker
@@ -115,6 +116,12 @@ class SiteFiles:
         """The site's model, loss and preparation of records, on its own device."""
         found = self.federation.workshop(self.plan, self.directory)
         return replace(found, device=self.settings.device)
+
+
+def read_receipt(ledger: Path) -> dict[str, Any] | None:
+    """Return the receipt of a site's ledger, None before its first entry. Raises LedgerError."""
+    # The site may be writing that entry.
+    return receipt(ledger) if ledger.exists() and b"\n" in ledger.read_bytes() else None
 
 
 CLAMPED_REMEDY: Final = (

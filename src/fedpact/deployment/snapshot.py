@@ -230,13 +230,10 @@ def _site(directory: Path) -> Document:
     settings = SiteSettings.read(directory)
     federation = Federation.read(directory / "federation.toml")
     plan, path = read_json_table(directory / "plan.json"), directory / settings.ledger
-    progress = Progress.of(read_store(directory, PROGRESS))
-    if progress.run != federation.run:
-        # It belongs to an earlier run of this site.
-        progress = Progress()
+    progress = Progress.of(federation.run, read_store(directory, PROGRESS))
     ledger = _ledger(path, path.stat().st_mtime_ns) if path.exists() else {"runs": {}, "entries": 0}
     ended = read_ending(directory, federation.run) is not None
-    running = is_held(directory)
+    running, begun = is_held(directory), "running" if progress.answers else "no answer yet"
     to_do = [
         f"It refused {counted(n, 'task')} ({c}): it {REASONS.get(c, 'logs the reason')}."
         for c, n in progress.refusals.items()
@@ -253,7 +250,7 @@ def _site(directory: Path) -> Document:
         "name": settings.name,
         "run": federation.run,
         "algorithm": plan.get("algorithm"),
-        "state": "ended: the final model is here" if ended else progress.state,
+        "state": "ended: the final model is here" if ended else begun,
         "ended": ended,
         "round": progress.round,
         "rounds": plan.get("rounds"),
