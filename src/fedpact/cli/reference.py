@@ -14,13 +14,12 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Final
 
 from fedpact.common.configuration import OTHER_NAMES, flatten, read_configuration, unknown_key
 from fedpact.common.errors import PlanError, nearest, with_colon
@@ -36,6 +35,7 @@ FILES: Final = {
 """A deployment's other files, and the classes that read them."""
 
 _PACKAGE = Path(__file__).parents[1]
+_Schema = Mapping[str, Any]
 WRITTEN: Final = Path(__file__).with_name("reference.json")
 
 
@@ -237,35 +237,34 @@ def _describe(name: str) -> Described:
 
 def describe_class(model: "type[BaseModel]", name: str = "") -> Iterator[KeyTable]:
     """Yield a class as a table, then the tables in it, each with all its keys."""
+    schema = model.model_json_schema()
+    told = dict[str, tuple[str, str]]()
+    for base in reversed(model.__mro__):
+        for key, (symbol, meaning) in symbols(sys.modules[base.__module__].__doc__ or "").items():
+            told[key] = symbol or told.get(key, ("", ""))[0], meaning
+    return _tables(schema, schema.get("$defs", {}), name, told)
+
+
+def _tables(
+    table: _Schema, defs: Mapping[str, _Schema], name: str, told: Mapping[str, tuple[str, str]]
+) -> Iterator[KeyTable]:
+    """Yield a class's JSON schema as KeyTables. told: key -> (symbol, meaning) by `symbols`."""
     keys, below = list[Key](), list[KeyTable]()
-    for last, field in model.model_fields.items():
-        form = _form(Annotated[field.annotation, field])
+    for last, value in table["properties"].items():
+        words, limits, inner, named = _describe_values(value, defs)
         full = f"{name}.{last}" if name else last
-        if form.table is not None:
-            below += describe_class(form.table, f"{full}.NAME" if form.named else full)
-        if form.table is None or form.named:
-            required = field.is_required()
-            value = None if required else field.get_default(call_default_factory=True)
-            meaning, symbol = _meaning(model, last)
-            keys.append(Key(full, form.words, form.range, value, required, meaning, symbol))
-    about = re.split(
-        r"(?<=\.) (?=[A-Z`_a-z])", " ".join((model.__doc__ or "").split("\n\n")[0].split())
-    )
-    yield KeyTable(name, about[0], tuple(keys))
+        if inner:
+            below += _tables(defs[inner], defs, f"{full}.NAME" if named else full, {})
+        if named or not inner:
+            required = last in table.get("required", ())
+            empty = {"array": [], "object": {}}.get(value.get("type"))
+            symbol, meaning = told.get(last, ("", ""))
+            meaning = " ".join(value.get("description", meaning).split())
+            default = None if required else value.get("default", empty)
+            keys.append(Key(full, words, limits, default, required, meaning, symbol.strip("-")))
+    about = " ".join(table.get("description", "").split("\n\n")[0].split())
+    yield KeyTable(name, re.split(r"(?<=\.) (?=[A-Z`_a-z])", about)[0], tuple(keys))
     yield from below
-
-
-def _meaning(model: "type[BaseModel]", key: str) -> tuple[str, str]:
-    """Return a key's meaning and symbol, "" for none, from a class or its bases."""
-    meaning = symbol = ""
-    for base in model.__mro__:
-        if key not in getattr(base, "model_fields", {}):
-            continue
-        row = symbols(sys.modules[base.__module__].__doc__ or "").get(key, ("", ""))
-        own = key in vars(base).get("__annotations__", {})
-        meaning = meaning or (own and base.model_fields[key].description) or row[1]
-        symbol = symbol or row[0].strip("-")
-    return " ".join(meaning.split()), symbol
 
 
 _COLUMNS = ("paper", "code", "meaning", "who")
@@ -291,70 +290,56 @@ def symbols(text: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@dataclass(frozen=True)
-class _KeyForm:
-    """The values that a key takes. words: the type. range: of numbers, "" for any.
-
-    table: the class, if it is a table. named: whether it is a table of such tables with users'
-    names.
-    """
-
-    words: str
-    range: str = ""
-    table: "type[BaseModel] | None" = None
-    named: bool = False
-
-
-_WORDS: Final = {str: "text", int: "whole number", float: "number", bool: "true or false"}
-_SIGNS: Final = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_WORDS: Final = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+}
+_SIGNS: Final = {
+    "exclusiveMinimum": ">",
+    "minimum": ">=",
+    "exclusiveMaximum": "<",
+    "maximum": "<=",
+}
 
 
-def _form(kind: Any) -> _KeyForm:
-    """Return the values that a key with this annotation takes."""
-    kind = getattr(kind, "__value__", kind)  # of `type X = ...`
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        inner = _form(parts[0])
-        return _KeyForm(
-            inner.words, _joined(inner.range, *_ranges(parts[1:])), inner.table, inner.named
-        )
-    if origin is Literal:
-        return _KeyForm(" | ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in parts))
-    if origin in (Union, UnionType):
-        each = [_form(part) for part in parts if part is not NoneType]
-        return _KeyForm(
-            " | ".join(one.words for one in each),
-            _joined(*dict.fromkeys(one.range for one in each)),
-            next((one.table for one in each if one.table), None),
-            any(one.named for one in each),
-        )
-    if origin is dict:
-        inner = _form(parts[-1])
-        return _KeyForm("table", inner.range, inner.table, named=True)
-    if origin in (list, tuple):
-        inner = _form(parts[0])
-        return _KeyForm(f"[{inner.words}, ...]", inner.range, inner.table, inner.named)
-    if hasattr(kind, "model_fields"):
-        return _KeyForm("table", table=kind)
-    return _KeyForm(_WORDS.get(kind, "anything"))
-
-
-def _ranges(metadata: Sequence[Any]) -> Iterator[str]:
-    """Yield the limits of a number, such as "> 0"."""
-    for one in (each for part in metadata for each in getattr(part, "metadata", [part])):
-        for name, sign in _SIGNS.items():
-            if (bound := getattr(one, name, None)) is not None:
-                yield f"{sign} {_short(bound)}"
+def _describe_values(
+    value: _Schema, defs: Mapping[str, _Schema]
+) -> tuple[str, str, str | None, bool]:
+    """Return type and range of a key's values, "" for any; if these are a class's tables, its name
+    in `defs`, and whether users name these tables."""
+    if "$ref" in value:
+        name = value["$ref"].rpartition("/")[2]
+        if "properties" in defs[name]:
+            return "table", "", name, False
+        return _describe_values(defs[name], defs)
+    if "anyOf" in value:
+        each = [_describe_values(one, defs) for one in value["anyOf"] if one.get("type") != "null"]
+        words, limits, inner, named = zip(*each, strict=True)
+        limits = ", ".join(filter(None, dict.fromkeys(limits)))
+        return " | ".join(words), limits, next(filter(None, inner), None), any(named)
+    if "const" in value or "enum" in value:
+        allowed = value.get("enum", [value.get("const")])
+        words = (f'"{one}"' if isinstance(one, str) else str(one) for one in allowed)
+        return " | ".join(words), "", None, False
+    kind = value.get("type")
+    if kind == "object":
+        values = value["additionalProperties"]
+        _, limits, inner, _ = _describe_values({} if values is True else values, defs)
+        return "table", limits, inner, True
+    if kind == "array":
+        one = value.get("items") or value["prefixItems"][0]
+        words, limits, inner, named = _describe_values(one, defs)
+        return f"[{words}, ...]", limits, inner, named
+    limits = (f"{sign} {_short(value[name])}" for name, sign in _SIGNS.items() if name in value)
+    return _WORDS.get(kind, "anything"), ", ".join(limits), None, False
 
 
 def _short(number: float) -> str:
     if isinstance(number, int) and number >= 2**20 and number.bit_count() == 1:
         return f"2^{number.bit_length() - 1}"
     return f"{number:g}"
-
-
-def _joined(*ranges: str) -> str:
-    return ", ".join(filter(None, ranges))
 
 
 if __name__ == "__main__":
