@@ -144,7 +144,7 @@ def at(monkeypatch, days):
     """Have the clock be so many days ahead, where certificates are made and looked at."""
     there = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     for module in (credentials, keys):
-        monkeypatch.setattr(module, "_now", lambda: there)
+        monkeypatch.setattr(module, "now", lambda: there)
     return there
 
 

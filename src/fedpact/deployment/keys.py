@@ -83,7 +83,7 @@ def renew(authority: Path, server: Path, host: str) -> bool:
             f"{authority} is the authority of another federation than {server / 'ca.crt'}: name "
             "the directory that `fedpact deploy init` wrote together with this server's"
         )
-    ends = _now() + datetime.timedelta(days=_DAYS)
+    ends = now() + datetime.timedelta(days=_DAYS)
     older = _authority_at(authority).not_valid_after_utc < ends
     if older:
         renewed = _of_authority(key).public_bytes(_PEM)
@@ -179,12 +179,13 @@ def _certificate(
 
 
 def _from_now(days: int) -> tuple[datetime.datetime, datetime.datetime]:
-    now = _now()
+    today = now()
     # Clocks of two machines may differ slightly.
-    return now - datetime.timedelta(hours=1), now + datetime.timedelta(days=days)
+    return today - datetime.timedelta(hours=1), today + datetime.timedelta(days=days)
 
 
-def _now() -> datetime.datetime:
+def now() -> datetime.datetime:
+    """Return this machine's time."""
     return datetime.datetime.now(datetime.UTC)
 
 

@@ -4,7 +4,6 @@ A fault found here can be corrected by its owner; at the other end it would be a
 Flower. Connections use TLS with certificates on both ends, based on the keys in federation.toml.
 """
 
-import datetime
 import ipaddress
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from fedpact.common.errors import InputError, PlanError
 from fedpact.common.files import parse_errors, write_whole
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
-from fedpact.deployment.keys import render_anchors, write_client_certificate
+from fedpact.deployment.keys import now, render_anchors, write_client_certificate
 from fedpact.simulation.secure_aggregation import keys
 
 _AGAIN = "take the file that `fedpact deploy init` wrote for this party"
@@ -28,7 +27,7 @@ def check_site_keys(directory: Path, federation: Federation, name: str) -> None:
     """Raise InputError unless a site's key and certificate match the federation's."""
     _check_public(federation)
     key, line = directory / "site.key", federation.sites[name].key
-    if not _belongs(keys.read_private_key(key), line):
+    if keys.read_private_key(key).public_key() != keys.public_key(line):
         raise PlanError(
             f"{key} is not the key that federation.toml names for {name!r} ({_short(line)}): no "
             "server would let this site in. Put the site's own key back, or put the public line "
@@ -41,7 +40,7 @@ def check_server_keys(directory: Path, federation: Federation) -> None:
     """Raise InputError unless a server's key and certificate match and are valid today."""
     _check_public(federation)
     key, line = directory / "server.key", federation.server_key
-    if not _belongs(keys.read_private_key(key), line):
+    if keys.read_private_key(key).public_key() != keys.public_key(line):
         raise PlanError(
             f"{key} is not the key that federation.toml names as server_key ({_short(line)}): "
             "every site would refuse what it signs. Put the server's own key back, or put the "
@@ -69,10 +68,10 @@ def write_server_connections(directory: Path, federation: Federation) -> None:
 def _check_public(federation: Federation) -> None:
     lines = {"server_key": federation.server_key}
     lines |= {f'sites."{name}".key': member.key for name, member in federation.sites.items()}
-    seen = dict[bytes, str]()
+    seen = dict[ec.EllipticCurvePublicNumbers, str]()
     for place, line in lines.items():
         try:
-            found = _bytes(keys.public_key(line))
+            found = keys.public_key(line).public_numbers()
         except InputError as error:
             raise PlanError(
                 f"federation.toml: {place}: {error}; expected the line that stands in the .pub "
@@ -92,7 +91,7 @@ def _check_certificate(directory: Path, host: str) -> None:
     content = _read(secret)
     with parse_errors(secret, _AGAIN):
         key = serialization.load_pem_private_key(content, None)
-    if _bytes(key.public_key()) != _bytes(certificate.public_key()):
+    if key.public_key() != certificate.public_key():
         raise PlanError(f"{secret} and {path} do not belong together: {_AGAIN}")
     try:
         certificate.verify_directly_issued_by(authority)
@@ -107,19 +106,15 @@ def _check_certificate(directory: Path, host: str) -> None:
             "certificate for that name (`fedpact deploy renew`), or put the address back that it "
             "was made for"
         )
-    now = _now()
+    today = now()
     for each, told in ((certificate, path), (authority, directory / "ca.crt")):
         first, last = each.not_valid_before_utc, each.not_valid_after_utc
-        if not first <= now <= last:
+        if not first <= today <= last:
             raise PlanError(
                 f"{told} holds from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC, and this "
-                f"machine's clock says {now:%Y-%m-%d %H:%M}: set the clock, or make "
+                f"machine's clock says {today:%Y-%m-%d %H:%M}: set the clock, or make "
                 "a new one with `fedpact deploy renew`"
             )
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
 
 
 def _certificate(path: Path) -> x509.Certificate:
@@ -143,15 +138,6 @@ def _names(certificate: x509.Certificate, host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host) in found.get_values_for_type(x509.IPAddress)
     return host.lower() in map(str.lower, found.get_values_for_type(x509.DNSName))
-
-
-def _belongs(key: ec.EllipticCurvePrivateKey, line: str) -> bool:
-    return _bytes(key.public_key()) == _bytes(keys.public_key(line))
-
-
-def _bytes(key: object) -> bytes:
-    form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    return key.public_bytes(*form)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _short(line: str) -> str:

@@ -100,7 +100,13 @@ class FlowerTransport:
         # The final model goes to all connected sites.
         least = 0 if any_task.algorithm in FREE else patience.least_replies
         form = self._form(any_task)
-        this = PendingRequests(tasks, self._faults(tasks, form), least)
+
+        def check(site: str, answer: Answer) -> str | None:
+            if not isinstance(answer, Reply):
+                return "unreadable"
+            return self._admission.fault(site, tasks[site], answer, form)
+
+        this = PendingRequests(tasks, check, least)
         self._wait_for_all()
         for _ in range(patience.retries + 1):
             self._collect(this)
@@ -196,14 +202,6 @@ class FlowerTransport:
         for site in this.open:
             this.answers[site] = _refusal(asks[site], site, "absent")
         return this.refusals
-
-    def _faults(self, tasks: Mapping[str, Task], form: Form) -> Callable[[str, Answer], str | None]:
-        def fault(site: str, answer: Answer) -> str | None:
-            if not isinstance(answer, Reply):
-                return "unreadable"
-            return self._admission.fault(site, tasks[site], answer, form)
-
-        return fault
 
     def _wait_for_all(self) -> None:
         """Wait once for sites to connect; later rounds do not wait for missing ones."""
@@ -312,49 +310,43 @@ class FlowerTransport:
 
     def _take(self, this: PendingRequests, message: Message) -> None:
         number = message.metadata.reply_to_message_id
-        site = this.sent.pop(number, None)
-        owed_by = self._slow.settle(number, answered=not message.has_error())
+        site, failed = this.sent.pop(number, None), message.has_error()
+        owed_by = self._slow.settle(number, answered=not failed)
         if site is None or site in this.answers:
             # Late or repeated, so not used; but its charge is spent.
             whose = site or owed_by
-            if whose is not None and not message.has_error():
+            if whose is not None and not failed:
                 self._look(this, whose, self._opened(whose, message))
             return
-        if message.has_error():
+        if failed:
             # A site that is asked several times fails as often: log it once.
             this.sent = {number: other for number, other in this.sent.items() if other != site}
             _log.warning("site %s: Flower reports error %s", site, message.error.code)
             return
         self._slow.in_time(site)
-        answer = self._checked(this, site, message)
-        if isinstance(answer, Refusal) and answer.code == "model" and this.tell_in_full(site):
+        answer = self._opened(site, message)
+        fault = answer if isinstance(answer, str) else self._find_fault(this, site, answer)
+        if fault is not None:
+            self._reject(this, site, fault)
+        elif isinstance(answer, Refusal) and answer.code == "model" and this.tell_in_full(site):
             _log.info("site %s has no model to change: it is told in full", site)
-        elif isinstance(answer, str):
-            self._reject(this, site, answer)
         elif isinstance(answer, Step):
             # Its content has been processed.
             this.answers[site] = replace(answer, vectors={})
-        else:
+        elif isinstance(answer, Reply | Refusal):
             this.answers[site] = answer
 
-    def _checked(
-        self, this: PendingRequests, site: str, message: Message
-    ) -> Reply | Step | Refusal | str:
-        """Return a site's answer, or its fault."""
-        task, answer = this.tasks[site], self._opened(site, message)
-        if isinstance(answer, str):
-            return answer
+    def _find_fault(self, this: PendingRequests, site: str, answer: Answer) -> str | None:
+        task = this.tasks[site]
         if isinstance(answer, Refusal):
             if (answer.run, answer.round, answer.site) != (task.run, task.round, site):
                 return "stale"
             # Codes appear in logs, reports and advice, so only known ones are accepted.
-            return answer if answer.code in REFUSALS else "unreadable"
-        wrong = this.check(site, answer)
-        if wrong == "stale" and isinstance(answer, Step):
+            return None if answer.code in REFUSALS else "unreadable"
+        fault = this.check(site, answer)
+        if fault == "stale" and isinstance(answer, Step):
             self._look(this, site, answer)
-        if wrong is None and isinstance(answer, Reply | Step):
-            return answer
-        return wrong or "unreadable"
+        return fault
 
     def _opened(self, site: str, message: Message) -> Answer | str:
         """Return the message that a site has signed, or its fault."""
