@@ -2,6 +2,7 @@
 
 import logging
 import re
+import secrets
 import shutil
 import textwrap
 import uuid
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fedpact.common.configuration import plan_error
 from fedpact.common.errors import PlanError
-from fedpact.common.files import check_out, replacing, safe_name
+from fedpact.common.files import check_out, replacing, safe_name, write_whole
 from fedpact.common.format import toml, toml_key
 from fedpact.common.losses import UNLABELLED
 from fedpact.common.run_folder import RUN, Folder
@@ -25,7 +26,6 @@ from fedpact.data.schema import RecordForm
 from fedpact.data.targets import check_places, unscale
 from fedpact.deployment import keys
 from fedpact.deployment.federation import (
-    Checks,
     Federation,
     Member,
     Patience,
@@ -101,7 +101,6 @@ def _entries(table: Mapping[str, Any]) -> str:
 
 
 def _records(form: RecordForm) -> str:
-    """The [records] table, and those of its columns."""
     tables = {"records": form.model_dump(exclude_defaults=True, exclude={"columns"})}
     for name, column in form.columns.items():
         own = column.model_dump(exclude_defaults=True)
@@ -194,10 +193,9 @@ _logger = logging.getLogger("fedpact")
 class Choices:
     """Settings of a deployment that a plan lacks. host, port: the server's address for sites.
 
-    names: the sites' names, () for the simulation's; sorted, as lists by site are.
-
-    records: whether each site's directory gets its part of the plan's data set, for a trial.
-    seeds, patience, checks: see Federation, which validates them.
+    names: the sites' names, () for the simulation's. records: whether each site's directory gets
+    its part of the plan's data set, for a trial. seeds, patience: see Federation, which validates
+    them.
     """
 
     host: str = "127.0.0.1"
@@ -206,7 +204,6 @@ class Choices:
     records: bool = True
     seeds: str = "secure"
     patience: Patience | Mapping[str, Any] = field(default_factory=Patience)
-    checks: Checks = field(default_factory=Checks)
 
 
 def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federation:
@@ -214,9 +211,7 @@ def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federatio
 
     Raises InputError if something does not match; then the directory is left empty.
     """
-    check_out(directory)
-    if directory.exists() and any(directory.iterdir()):
-        raise PlanError(f"{directory} is not empty: name a new directory for the deployment")
+    _check_new(directory)
     address = _address(choices)
     check_deployable(plan)
     scene = SimulationSetup.of(plan)
@@ -228,16 +223,18 @@ def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federatio
         return _write(directory, plan, scene, choices, address)
     except BaseException:
         # An incomplete deployment could be mistaken for a complete one.
-        for left in directory.iterdir():
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink()
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(exist_ok=True)
         raise
 
 
+def _check_new(directory: Path) -> None:
+    check_out(directory)
+    if directory.exists() and any(directory.iterdir()):
+        raise PlanError(f"{directory} is not empty: name a new directory")
+
+
 def _address(choices: Choices) -> str:
-    """Return the server's address. Raises PlanError: no host, or no port."""
     if not 1 <= choices.port <= 65535:
         raise PlanError(f"port is {choices.port}: expected 1 to 65535")
     if not _HOST.fullmatch(choices.host):
@@ -249,7 +246,6 @@ def _address(choices: Choices) -> str:
 
 
 def _check_names(names: tuple[str, ...], count: int) -> None:
-    """Raise PlanError for names that sites cannot have. () is allowed."""
     good = [name for name in {*names} if _NAME.fullmatch(name) and name != "server"]
     if names and not len(good) == len(names) == count:
         raise PlanError(
@@ -297,7 +293,6 @@ def _write(
         "values": str(scene.raw.x.dtype).removeprefix("torch."),
         "seeds": choices.seeds,
         "patience": choices.patience,
-        "checks": choices.checks,
         "person": person,
         "features": () if choices.records else scene.raw.features,
         # What the sites' files hold: arrays that are written for them, or their own tables.
@@ -309,7 +304,7 @@ def _write(
         agreement = Federation.model_validate(told)
     except ValidationError as error:
         raise plan_error(error, (), Federation) from None
-    keys.write_runtime_secret(server / "runtime.secret")
+    write_whole(server / "runtime.secret", secrets.token_bytes(32))
     if scene.raw.x_test is not None and scene.raw.y_test is not None:
         labels = _labels(scene, scene.raw.y_test)
         np.savez(server / "test.npz", x=scene.raw.x_test.numpy(), y=labels)
@@ -333,9 +328,7 @@ def write_extension(server: Path, rounds: int, epsilon: float | None, out: Path)
     and that model; keys, records and ledgers do not change. epsilon: the new run's, by default the
     plan's. Raises InputError if something does not match.
     """
-    check_out(out)
-    if out.exists() and any(out.iterdir()):
-        raise PlanError(f"{out} is not empty: name a new directory for the parties' files")
+    _check_new(out)
     shared, plan = Federation.read(server / "federation.toml"), read_plan(server / "plan.json")
     folder = Folder(server / RUN)
     if not (folder.path / "summary.json").exists():
@@ -372,10 +365,7 @@ def _new_run(plan: Plan) -> str:
 
 
 def _naming_columns(plan: Plan, features: tuple[str, ...]) -> Plan:
-    """Return the plan with the names of a record's columns, in order.
-
-    Sites' arrays have no names, and a file for prediction may have another order.
-    """
+    # Sites' arrays have no names, and a file for prediction may have another order.
     if not features:
         return plan
     named = {"features": [*features], "drop": [], "columns": plan.records.kept}

@@ -3,7 +3,6 @@
 import datetime
 import hashlib
 import ipaddress
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,11 +36,6 @@ def write_signing_key(path: Path) -> str:
     )
     path.with_suffix(".pub").write_bytes(line + b"\n")
     return line.decode()
-
-
-def write_runtime_secret(path: Path) -> None:
-    """Write the secret shared by the server's two processes."""
-    write_whole(path, secrets.token_bytes(32))
 
 
 def write_authority(directory: Path) -> None:

@@ -170,10 +170,7 @@ def _prepare(reproducible: bool) -> None:
 
 @contextmanager
 def _file_errors(directory: Path) -> Generator[None]:
-    """Turn an OSError, such as missing permissions or a full disk, into a clear FedpactError.
-
-    directory: the party's.
-    """
+    """Turn an OSError, such as missing permissions or a full disk, into a clear FedpactError."""
     try:
         yield
     except OSError as error:
@@ -236,8 +233,6 @@ def _ends_with(runs: Callable[[], bool], directory: Path) -> Generator[None]:
 
 @contextmanager
 def _ended_by_signals() -> Generator[None]:
-    """Turn SIGTERM and SIGINT into an orderly end of the block."""
-
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
@@ -252,8 +247,7 @@ def _ended_by_signals() -> Generator[None]:
 class _Teller:
     """Writes to the party's log, without repeating the same line."""
 
-    def __init__(self) -> None:
-        self._last = ""
+    _last = ""
 
     def __call__(self, told: str) -> None:
         if told != self._last:
