@@ -264,14 +264,14 @@ def test_a_file_of_predicted_numbers_has_as_many_headings(table, tmp_path, monke
     result = fedpact.run(plan, tmp_path / "run")
     file, out = tmp_path / "new.csv", tmp_path / "out.csv"
     file.write_text("weight,age\n0.5,30\nx,40\n")
-    given = "predict", str(tmp_path / "run"), str(file), "--out", str(out), "--keep", "age"
+    given = "predict", str(tmp_path / "run"), str(file), "--out", str(out)
     monkeypatch.setattr("sys.argv", ["fedpact", *given])
     with pytest.raises(SystemExit):
         main()
     with out.open(newline="") as lines:
         found = list(csv.reader(lines))
     answer = result.predict(file).labels[0]
-    assert found == [["row", "age", "label"], ["1", "30", str(answer)], ["2", "40", ""]]
+    assert found == [["row", "label"], ["1", str(answer)], ["2", ""]]
 
 
 def test_heads_of_the_sites_own_leave_no_model_to_ask(digits, tmp_path):

@@ -64,10 +64,7 @@ _EXAMPLES = {
     "ledger export": ("fedpact ledger export fed/sites/site-00 --out receipt.json",),
     "personalise": ("fedpact personalise fed/sites/site-00 --model model.safetensors",),
     "plan": ("fedpact plan study.toml", "fedpact plan study.toml --optimise --passes 20"),
-    "predict": (
-        "fedpact predict runs/patients new.csv --out answers.csv",
-        "fedpact predict runs/patients new.csv --keep patient --out answers.csv",
-    ),
+    "predict": ("fedpact predict runs/patients new.csv --out answers.csv",),
     "recommend": (
         "fedpact recommend fashion_mnist --epsilon 2",
         "fedpact recommend patients.csv --label ill --epsilon 1 --sites 4 --out study.toml",

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedpact.cli.console import AsJson, plain_console, print_run, show
-from fedpact.common.errors import DataError, InputError, nearest
+from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, write_whole
 from fedpact.common.format import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fedpact.api import Result
     from fedpact.report.run_summary import RunSummary
     from fedpact.simulation.predict import Predictions
@@ -75,10 +73,6 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(help="The .csv or .npz file to write; left out, print.")
     ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(help="A column of the records to write beside, as an ID; may be repeated."),
-    ] = None,
     average: Average = False,
     model: Model = None,
     as_json: AsJson = False,
@@ -93,7 +87,6 @@ def predict(
                 f"--out is {str(out)!r}, which holds the records: the predictions would replace "
                 "them; name another file"
             )
-    kept = _kept(records, keep or [])
     found = _asked(run, average, model).predict(records)
     arrays = out is not None and out.suffix.lower() == ".npz"
     if found.labels.ndim > 1 and not (arrays or (as_json and out is None)):
@@ -101,13 +94,11 @@ def predict(
             f"{run} predicts a class for every pixel, which does not fit a line of a CSV: name "
             "an .npz file, --out answers.npz, or use --json"
         )
-    _check_kept(records, kept, ["row", "label", *found.classes, *vars(found)])
-    text = "" if found.labels.ndim > 1 else _as_csv(records, kept, found)
+    text = "" if found.labels.ndim > 1 else _as_csv(records, found)
     if out is not None and arrays:
         stored = io.BytesIO()
-        own = {name: np.array(cells, str) for name, cells in kept.items()}
-        own["classes"] = np.array(found.classes, str)
-        np.savez_compressed(stored, **{**vars(found), **own})
+        classes = np.array(found.classes, str)
+        np.savez_compressed(stored, **{**vars(found), "classes": classes})
         write_whole(out, stored.getvalue(), private=True)
     elif out is not None:
         # Predictions of single records belong to their owner.
@@ -116,7 +107,6 @@ def predict(
         "classes": list(found.classes),
         "labels": found.labels.tolist(),
         "probabilities": found.probabilities.tolist(),
-        "kept": kept,
     }
 
     def tell() -> None:
@@ -172,41 +162,15 @@ def _asked(run: Path, average: bool, model: str | None) -> Result:
     return found
 
 
-def _kept(records: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return columns of a file as text. Raises DataError: it has none, or lacks one."""
-    from fedpact.common.format import list_some
-    from fedpact.data.cells import read_columns, text_of
-
-    if names and records.suffix.lower() == ".npz":
-        raise InputError(f"--keep {names[0]}: {records} has no columns; leave --keep out")
-    columns = read_columns(records).cells if names else {}
-    for name in names:
-        if name not in columns:
-            raise DataError(
-                f"--keep {name}: {records} has no such column: it has {list_some(columns)}"
-                f"{nearest(name, columns)}"
-            )
-    return {name: [text_of(cell) for cell in columns[name]] for name in names}
-
-
-def _check_kept(records: Path, kept: Mapping[str, object], taken: Sequence[str]) -> None:
-    """Raise InputError if a column to keep has the name of one of the answers' own."""
-    if twice := kept.keys() & {*taken}:
-        raise InputError(
-            f"--keep {min(twice)}: the answers have a column of that name; rename it in {records}"
-        )
-
-
-def _as_csv(records: Path, kept: Mapping[str, Sequence[str]], found: Predictions) -> str:
-    """Return a line for each record: its row, counted as warnings do, what is kept, the answer."""
+def _as_csv(records: Path, found: Predictions) -> str:
+    """Return a line for each record: its row, counted as warnings do, and the answer."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", *kept, "label", *found.classes])
+    writer.writerow(["row", "label", *found.classes])
     first = 0 if records.suffix.lower() == ".npz" else 1
-    own = zip(*kept.values(), strict=True) if kept else [()] * len(found)
-    rows = zip(own, found.labels.tolist(), found.probabilities.tolist(), strict=True)
-    for row, (cells, label, each) in enumerate(rows, first):
+    rows = zip(found.labels.tolist(), found.probabilities.tolist(), strict=True)
+    for row, (label, each) in enumerate(rows, first):
         shares = ("" if math.isnan(p) else f"{p:.6g}" for p in each)
         unknown = isinstance(label, float) and math.isnan(label)
-        writer.writerow([row, *cells, "" if unknown else label, *shares])
+        writer.writerow([row, "" if unknown else label, *shares])
     return text.getvalue()
