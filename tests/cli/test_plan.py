@@ -272,29 +272,6 @@ def test_it_says_how_far_noise_moves_a_released_mean(tmp_path, caplog):
         caplog.clear()
 
 
-LEAST = "settings.aggregation=least_noise"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (("privacy.sigma=[1.0, 3.0]",), "1.7 times what it would be"),
-        (("privacy.sigma=[1.0, 1.2]",), ""),
-        (("privacy.sigma=[1.0, 3.0]", "algorithm=ldp_fedsgd"), "1.7 times what it would be"),
-        (("privacy.sigma=[1.0, 3.0]", "algorithm=ldp_fedsgd", LEAST), ""),
-        (("privacy.sigma=[1.0, 3.0]", "algorithm=mr_mtl"), ""),
-        (("partition.kind=power_law", "partition.smallest=30", "partition.largest=900"), ""),
-        (("privacy.sigma=[1.0, 3.0]", "privacy.mode=none"), ""),
-    ],
-)
-def test_one_sites_dominating_noise_is_reported(capsys, overrides, told):
-    """Two sites of one size: sqrt((1 + 9) / 4) alike, 1 / sqrt(1 + 1/9) by noise."""
-    show_plan(None, ["rounds=3", "sites=2", "batch_size=20", *overrides])
-    shown = capsys.readouterr().out
-    assert ("Uneven noise: all of it together is" in shown) == bool(told)
-    assert told in shown
-
-
 @pytest.mark.parametrize("trust", [(), ("--trust", "sum")], ids=["own", "sum"])
 def test_of_unlike_budgets_as_many_rounds_pay_as_was_recommended(tmp_path, trust):
     out = tmp_path / "study.toml"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedpact.simulation.setup import SimulationSetup
-
-# The factor of the noise over the necessary noise above which there is a warning.
-_DROWNED: Final = 1.5
 
 
 def plan(
@@ -176,6 +172,7 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     from fedpact.privacy.guarantee import Guarantee
     from fedpact.privacy.terms import channels
     from fedpact.simulation.statement import state_evaluation
+    from fedpact.studies.recommend import delta_too_large
 
     out = plain_console()
     plan = scene.plan
@@ -224,8 +221,9 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
             f"Distributed noise: ε and σ assume {condition}, who keep their shares secret; ε alone "
             "holds even if all others collude."
         )
-    for warning in _warnings(scene):
-        out.print(warning)
+    sizes = ((terms.budget.delta, terms.size) for terms in scene.terms.values())
+    if not plan.noisy_sizes and (too_large := delta_too_large(sizes)):
+        out.print(f"WARNING: {too_large}.")
     moved = _moved(scene)
     for name, terms in document["sites"].items():
         if (of := terms["columns"]) is not None:
@@ -248,37 +246,6 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     )
     if "optimised" in document:
         _print_optimised(out, document["optimised"])
-
-
-def _warnings(scene: SimulationSetup) -> Iterator[str]:
-    from fedpact.studies.recommend import delta_too_large
-
-    sizes = ((terms.budget.delta, terms.size) for terms in scene.terms.values())
-    if not scene.plan.noisy_sizes and (told_of := delta_too_large(sizes)):
-        yield f"WARNING: {told_of}."
-    if (longer := _drowned(scene)) > _DROWNED:
-        yield (
-            f"Uneven noise: all of it together is {longer:.2g} times what it would be with sites "
-            'weighted by their noise, as algorithm = "ldp_fedsgd" does with settings.aggregation = '
-            '"least_noise" (sites with more noise then count less; `fedpact recommend '
-            "--epsilon A,B,...` writes such a plan)."
-        )
-
-
-def _drowned(scene: SimulationSetup) -> float:
-    """Return the factor of the noise with equally weighted records over the smallest possible."""
-    plan = scene.plan
-    variances = [terms.noise_variance for terms in scene.terms.values()]
-    weighed = getattr(plan.algorithm_settings, "aggregation", "") == "least_noise"
-    alone = plan.algorithm == "mr_mtl"  # each site has a model of its own
-    if weighed or alone or plan.privacy.shares_noise or plan.noisy_sizes or not all(variances):
-        return 1.0
-    # If only sizes differ, small sites' noise is no larger than their weights justify.
-    if len({terms.event.sigma for terms in scene.terms.values()}) == 1:
-        return 1.0
-    sizes = list(scene.sizes.values())
-    alike = sum(n * n * v for n, v in zip(sizes, variances, strict=True)) / sum(sizes) ** 2
-    return math.sqrt(alike * sum(1 / v for v in variances))
 
 
 def _moved(scene: SimulationSetup) -> str:
