@@ -197,7 +197,7 @@ def test_a_broken_ledger_does_not_cost_a_site_its_model(site_dir, caplog):
     with Site(site_dir) as site:
         site.take_part()
         w = site.plan.method.init(torch.zeros(650)).vectors["w"]
-        site.files.ledger.write_bytes(b"no ledger")
+        site.files.ledger.write_bytes(b"no ledger\n")
         final = Task(site.run, 5, FINAL, {"w": w}, {}, 5)
         # Nor does one that lacks what the server has seen.
         assert isinstance(from_bytes(site.handle(final, (9, "f" * 64))), Reply)
