@@ -722,7 +722,7 @@ def seen_with(node):
 
     def note(message, answer):
         found.setdefault(
-            from_bytes(node.heard[-1]).round, flower_records.read_seen(message.content)
+            from_bytes(node.heard[-1]).round, flower_records.read_seal(message.content)[0]
         )
         return behave(message, answer)
 

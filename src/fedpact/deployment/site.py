@@ -288,37 +288,34 @@ class Site:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def handle(self, task: Task, seen: tuple[int, str] = (0, "")) -> bytes:
-        """Return the encoded answer to a task; a repeated task gets the stored reply.
+    def handle(self, question: Task | Step, seen: tuple[int, str] = (0, "")) -> bytes:
+        """Return the encoded answer to a question; a repeated task gets the stored reply.
 
         seen: length and head of this site's ledger as the server saw it last. The code of a
         refusal depends on public quantities only: "run", "ledger", "policy", "task" (not of the
         plan's form), "model" (differences to a model that this site does not have; the server
         sends it in full), "stale", "budget". Under secure aggregation a training task outside a
         step is refused with "policy", and so is an evaluation inside one, as its noise is the
-        site's own. Raises FedpactError: the site has stopped, or its disk is full.
+        site's own, and any step without it. Raises FedpactError: the site has stopped, or its disk
+        is full.
         """
-        objection = self._objection(task, seen)
-        if task.algorithm == FINAL and objection in ("", "ledger"):
-            # It releases nothing, so no fault of the ledger keeps it from the site.
-            return self._taken_over(task)
-        if not objection and task.algorithm == READY:
-            return self._without_release(task)
-        if objection or (self._masker is not None and task.algorithm != EVALUATION):
-            return self._refusal(task, objection or "policy")
-        return self._trained(task)
-
-    def handle_step(self, step: Step, seen: tuple[int, str] = (0, "")) -> bytes:
-        """Return the encoded answer to a step of secure aggregation; see
-        simulation.secure_aggregation.client.Masker.
-
-        A site whose plan has none refuses with "policy". seen, raises: as `handle`.
-        """
-        objection = self._objection(step, seen)
-        if objection or self._masker is None:
-            return self._refusal(step, objection or "policy")
-        self.take_part()
-        return to_bytes(self._masker.answer(step, self._to_be_masked))
+        objection = self._objection(question, seen)
+        final = isinstance(question, Task) and question.algorithm == FINAL
+        # The final model releases nothing, so no fault of the ledger keeps it from the site.
+        if objection and not (final and objection == "ledger"):
+            return self._refusal(question, objection)
+        if isinstance(question, Step):
+            if self._masker is None:
+                return self._refusal(question, "policy")
+            self.take_part()
+            return to_bytes(self._masker.answer(question, self._to_be_masked))
+        if question.algorithm == FINAL:
+            return self._taken_over(question)
+        if question.algorithm == READY:
+            return self._without_release(question)
+        if self._masker is not None and question.algorithm != EVALUATION:
+            return self._refusal(question, "policy")
+        return self._trained(question)
 
     def _to_be_masked(self, task: Task) -> Reply | Refusal:
         if task.algorithm == EVALUATION:
@@ -497,16 +494,17 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
         if not isinstance(question, Task | Step):
             raise DataError(f"a {type(question).__name__} was received: expected a task or step")
         run, number = question.run, question.round
-        if isinstance(question, Task):
+        encoded = site.handle(question, seen)
+        message = from_bytes(encoded, site.most_vectors)
+        if isinstance(message, Refusal):
+            done = f"refused: {message.code}"
+        elif isinstance(question, Step):
+            done = f"answered {question.step!r}"
+        else:
             # "replied" in the log means that something was released (check_left_behind).
             free = {READY: "is ready", FINAL: "has the final model"}
             done = free.get(question.algorithm, "replied")
-            encoded = site.handle(question, seen)
-        else:
-            encoded, done = site.handle_step(question, seen), f"answered {question.step!r}"
-        message = from_bytes(encoded, site.most_vectors)
-        what = f"refused: {message.code}" if isinstance(message, Refusal) else done
-        return encoded, f"round {number}: {what}; {site.describe_spending()}"
+        return encoded, f"round {number}: {done}; {site.describe_spending()}"
     except Exception as error:  # its text may depend on records, so it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
         return to_bytes(Refusal(run, number, site.name, "error")), told

@@ -44,15 +44,10 @@ def from_record(record: RecordDict) -> tuple[bytes, bytes]:
     return b"".join(found), _value(record, "seal", "signature", bytes)
 
 
-def read_seen(record: RecordDict) -> tuple[int, str]:
-    """Return what a question says of the site's ledger. Raises InputError: as `from_record`."""
-    return _value(record, "seal", "length", int), _value(record, "seal", "head", str)
-
-
-def read_agreed(record: RecordDict) -> str:
-    """Return on what a question says that the parties agree. Raises InputError: as
-    `from_record`."""
-    return _value(record, "seal", "agreed", str)
+def read_seal(record: RecordDict) -> tuple[tuple[int, str], str]:
+    """Return `seen` and `agreed` of a question. Raises InputError: as `from_record`."""
+    seen = _value(record, "seal", "length", int), _value(record, "seal", "head", str)
+    return seen, _value(record, "seal", "agreed", str)
 
 
 def _value(record: RecordDict, place: str, name: str, kind: type[_T]) -> _T:

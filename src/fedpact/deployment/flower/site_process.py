@@ -166,7 +166,7 @@ def reply_to_record(site: Site, key: ec.EllipticCurvePrivateKey, record: RecordD
     server = keys.public_key(site.federation.server_key)
     try:
         block, signature = flower_records.from_record(record)
-        seen, agreed = flower_records.read_seen(record), flower_records.read_agreed(record)
+        seen, agreed = flower_records.read_seal(record)
         signed = keys.is_signed(
             server, keys.signing_context(site.name, seen, agreed), block, signature
         )
