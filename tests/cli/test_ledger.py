@@ -220,15 +220,6 @@ def test_statements_about_a_run_have_a_format(about):
         Plan.parse({"about": about})
 
 
-def test_a_run_whose_ledgers_are_kept_elsewhere_says_where(tmp_path):
-    (tmp_path / "plan.json").write_text(json.dumps({"run": {"ledgers": "kept/here"}}))
-    with pytest.raises(LedgerError, match=r"has no ledger, as run\.ledgers keeps .*'kept/here'"):
-        commands.show(tmp_path, as_json=False)
-    (tmp_path / "plan.json").write_text("[1]")
-    with pytest.raises(LedgerError, match="has no ledger: name"):
-        commands.show(tmp_path, as_json=False)
-
-
 @pytest.fixture
 def own(tmp_path):
     """A run that keeps its ledgers in its own folder."""

@@ -89,18 +89,23 @@ def compare(
     for config in configs or [None]:
         check_keys(config, [*whole, *firsts])
     from fedpact.report.comparison import document
+    from fedpact.report.comparison_export import curves_as_csv, table_as_latex
     from fedpact.studies.compare import comparison_folder, read_plans
     from fedpact.studies.search import draw_points, search
     from fedpact.studies.sweep import expand_sweep, read_sweeps
 
     check.count(seeds=seeds)
-    _check_outputs(curves, table)
+    for option, file in (("--csv", curves), ("--latex", table)):
+        if file is not None:
+            check_file(option, file)
     plans, sweep = read_plans(configs or [], chosen, overrides), read_sweeps(sweeps)
     folder = check_out(out or comparison_folder())
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     points = draw_points(plans, ranges, draws)
     entries, _ = expand_sweep(plans, {} if points else sweep)
-    console.print(_how_many(len(entries), len(points), seeds) + f", in {folder}")
+    at = f" at {counted_noun(len(points), 'point')} each" if points else ""
+    many = f"{counted_noun(len(entries), 'entry')}{at}, {counted_noun(seeds, 'seed')}"
+    console.print(f"{many}, in {folder}")
     stop = StopOnInterrupt(console)
     stop()  # installs the handler
     # Of a search it is not known how many runs there will be.
@@ -109,7 +114,10 @@ def compare(
         how |= {"halving": halving, "on_news": live, "stop": stop}
         found = search(plans, points, seeds, folder, **how)
     paths = {"folder": str(folder), "report": str(found.folder / "comparison.html")}
-    _export(found, curves, table)
+    if curves is not None:
+        write_whole(curves, curves_as_csv(found).encode(), private=False)
+    if table is not None:
+        write_whole(table, table_as_latex(found).encode(), private=False)
     show({**document(found), **paths}, as_json, lambda: _print(found))
     if live.failed:
         raise typer.Exit(2)
@@ -148,25 +156,6 @@ def _check_files(configs: list[Path]) -> None:
                 f"there is no file {str(config)!r}: expected plans, .toml or .json; algorithms are "
                 f"named by --algorithms {','.join(map(str, configs))}"
             )
-
-
-def _how_many(entries: int, points: int, seeds: int) -> str:
-    at = f" at {counted_noun(points, 'point')} each" if points else ""
-    return f"{counted_noun(entries, 'entry')}{at}, {counted_noun(seeds, 'seed')}"
-
-
-def _check_outputs(curves: Path | None, table: Path | None) -> None:
-    for option, file in (("--csv", curves), ("--latex", table)):
-        if file is not None:
-            check_file(option, file)
-
-
-def _export(comparison: Comparison, curves: Path | None, table: Path | None) -> None:
-    from fedpact.report.comparison_export import curves_as_csv, table_as_latex
-
-    for file, form in ((curves, curves_as_csv), (table, table_as_latex)):
-        if file is not None:
-            write_whole(file, form(comparison).encode(), private=False)
 
 
 class _Live(LiveProgress):

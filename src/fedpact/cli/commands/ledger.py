@@ -146,8 +146,8 @@ def _ledgers(where: Path) -> list[Path]:
         paths = [own] if own.exists() else []
     if not paths:
         raise LedgerError(
-            f"{where} has no ledger{_kept(where)}: name a ledger.jsonl, or the folder of a "
-            "private run or of its ledgers"
+            f"{where} has no ledger: name a ledger.jsonl, or the folder of a private run or of its "
+            "ledgers (run.ledgers of its plan)"
         )
     return paths
 
@@ -177,28 +177,12 @@ def _below(folder: Path) -> list[Path]:
     return paths
 
 
-def _kept(run: Path) -> str:
-    """Return in words where a run's ledgers are kept, if not in its own folder."""
-    try:
-        found = json.loads((run / "plan.json").read_bytes())["run"]["ledgers"]
-    except (OSError, ValueError, LookupError, TypeError):
-        found = None
-    return f", as run.ledgers keeps them in {found!r}" if found else ""
-
-
-def _alone(spend: dict[str, Any]) -> tuple[str, str, str]:
-    return (
-        str(spend["honest"] or "-"),
-        upper(spend["epsilon_alone_reserved"]),
-        upper(spend["epsilon_alone_spent"]),
-    )
-
-
 def _print(receipts: dict[str, dict[str, Any]]) -> None:
     out = plain_console()
     shared = any(run["honest"] for each in receipts.values() for run in each["runs"].values())
     columns = ["site", "run", "ε reserved", "ε spent", "δ", "events spent", "of"]
-    columns += ["honest", "ε alone reserved", "ε alone spent"] * shared
+    columns += ["honest", "ε alone reserved", "ε alone spent"]
+    shown = len(columns) if shared else len(columns) - 3
     rows = [
         (
             each["site"] + (" (hypothetical)" if each["hypothetical"] else ""),
@@ -208,12 +192,14 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
             upper(spend["delta"]),
             str(sum(event["spent"] for event in spend["events"])),
             str(sum(event["reserved"] for event in spend["events"])),
-            *(_alone(spend) if shared else ()),
-        )
+            str(spend["honest"] or "-"),
+            upper(spend["epsilon_alone_reserved"]),
+            upper(spend["epsilon_alone_spent"]),
+        )[:shown]
         for each in receipts.values()
         for run, spend in each["runs"].items()
     ]
-    print_table(out, columns, rows)
+    print_table(out, columns[:shown], rows)
     if shared:
         out.print(
             "With distributed noise, ε holds if that many sites in each sum are honest; ε alone "
