@@ -35,7 +35,7 @@ from fedpact.deployment.federation import (
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
 from fedpact.privacy.accounting.calibration import round_down, round_up
-from fedpact.privacy.policy import shared_noise_lines
+from fedpact.privacy.policy import Policy, shared_noise_lines
 from fedpact.privacy.terms import FullDataRelease, Terms
 from fedpact.simulation.setup import SimulationSetup, describe_undeclared_classes, units
 
@@ -70,7 +70,7 @@ def render_federation(of: Federation) -> str:
     )
     return f"""\
 # The agreement of all parties; public, and the same at every party.
-{_explained(of)}
+{_explained(of, "groups")}
 [patience]
 {_explained(of.patience)}
 [checks]
@@ -84,12 +84,12 @@ def render_federation(of: Federation) -> str:
 {"".join(members)}"""
 
 
-def _explained(table: BaseModel) -> str:
+def _explained(table: BaseModel, *left_out: str) -> str:
     """Return the keys of a table, each below its meaning; one without a value is a comment."""
     found = ""
     for key, about in type(table).model_fields.items():
         value = getattr(table, key)
-        if key != "groups" and not isinstance(value, BaseModel | dict):
+        if key not in left_out and not isinstance(value, BaseModel | dict):
             meaning = textwrap.wrap(" ".join((about.description or "").split()), 98)
             found += "".join(f"# {line}\n" for line in meaning)
             found += f"# {key} =\n" if value in (None, ()) else f"{key} = {toml(value)}\n"
@@ -144,41 +144,36 @@ def policy(
 
     Only the owner can allow shared noise.
     """
+    own, of_held = terms.budget, evaluation.budget if evaluation else None
     releases = terms.releases | (evaluation.releases if evaluation else {})
-    names = ", ".join(f'"{name}"' for name in sorted(releases))
-    epsilon, delta = terms.budget.epsilon, terms.budget.delta
-    of_held = evaluation.budget if evaluation else terms.budget
-    ever = max(epsilon, of_held.epsilon), max(delta, of_held.delta)
-    sigma = round_down(min(releases.values()) * (1 - _ELSEWHERE))
     of = terms.guarantee
-    of = replace(of, alone=round_up(of.alone * (1 + _ELSEWHERE)))
-    unit = terms.protects
+    allowed = Policy.parse(
+        {
+            "unit": terms.protects,
+            "algorithms": (algorithm,),
+            "releases": tuple(sorted(releases)),
+            "epsilon_per_run": own.epsilon,
+            "delta_per_run": own.delta,
+            "epsilon_ever": max(own.epsilon, of_held.epsilon) if of_held else own.epsilon,
+            "delta_ever": max(own.delta, of_held.delta) if of_held else own.delta,
+            "smallest_sigma": round_down(min(releases.values()) * (1 - _ELSEWHERE)),
+            "approvals": approvals,
+            "evaluation_epsilon_per_run": of_held and of_held.epsilon,
+            "evaluation_delta_per_run": of_held and of_held.delta,
+        }
+    )
+    shared = shared_noise_lines(replace(of, alone=round_up(of.alone * (1 + _ELSEWHERE))))
     return f"""\
 # The limits of this site for any server. Everything that is not named is refused.
-# As written it allows the run that it came with, once. (ε, δ) are for one {unit}:
-# {ADJACENCY_BY_UNIT[unit]}.
+# As written it allows the run that it came with, once. (ε, δ) are for one {terms.protects}:
+# {ADJACENCY_BY_UNIT[terms.protects]}.
 # Other outputs leave the site only if a person releases them: receipts of the ledger, the exact
 # figures of check, status and personalise, and personal models.
-unit = "{unit}"
-algorithms = ["{algorithm}"]
-releases = [{names}]
-epsilon_per_run = {epsilon!r}
-delta_per_run = {delta!r}
-epsilon_ever = {ever[0]!r}     # all runs on these records together
-delta_ever = {ever[1]!r}
-smallest_sigma = {sigma!r}     # smallest noise multiplier of any release
-approvals = {approvals}                  # how many sign first, 0 to 2: fedpact deploy approve
-{_EVALUATION.format(of_held) if evaluation else ""}""" + shared_noise_lines(of)
+{_explained(allowed, "honest", "epsilon_alone_per_run", "epsilon_alone_ever")}{shared}"""
 
 
 # A site computes the same values itself; its processor may change the last digits.
 _ELSEWHERE: Final = 1e-6
-
-_EVALUATION = """\
-# For evaluations, which concern only records that are held out of training:
-evaluation_epsilon_per_run = {0.epsilon!r}
-evaluation_delta_per_run = {0.delta!r}
-"""
 
 # A host name or an IPv4 address: the server does not listen on IPv6.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
