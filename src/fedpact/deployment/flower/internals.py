@@ -1,8 +1,7 @@
 """All that is used of Flower's internal modules; no other module imports them.
 
-PromptGrid fetches answers without waiting for those that are not complete. SuperLink starts and
-stops runs through the Control API. TaskQueue takes on a run's task at a SuperLink. FleetLink is a
-site's connection to its server.
+PromptGrid fetches answers without waiting for those that are not complete. SuperLink starts a run
+and takes on its task. FleetLink is a site's connection to its server.
 
 Flower's own SuperNode would be a second process of some 140 MB beside each site's. It looks for
 work every three seconds, and runs the code that came with the run. A FleetLink makes the same
@@ -191,14 +190,13 @@ def tls(directory: Path) -> ssl.SSLContext:
 
 
 class SuperLink:
-    """The Control API of a SuperLink at `address`. context: see `tls`."""
+    """A new SuperLink at `address`: its Control API, and the task of a run. context: see `tls`."""
 
     def __init__(self, address: str, context: ssl.SSLContext) -> None:
-        headers = Headers("fedpact")
+        self._url, self._context = f"https://{address}", context
         self._client = ControlHttpClient(
-            f"https://{address}", interceptors=[headers], verify=context
+            self._url, interceptors=[Headers("fedpact")], verify=context
         )
-        self._address = address
 
     def close(self) -> None:
         """Close the connection."""
@@ -214,18 +212,15 @@ class SuperLink:
             except httpx.TransportError as error:
                 if time.monotonic() > end:
                     raise FedpactError(
-                        f"no SuperLink answers at {self._address} within {seconds:g} s ({error}): "
+                        f"no SuperLink answers at {self._url} within {seconds:g} s ({error}): "
                         "see the log of the server's directory"
                     ) from None
             time.sleep(_POLL_SECONDS)
 
     def enrol(self, sites: Mapping[str, bytes]) -> None:
         """Let sites connect: each name with its own public key, PEM."""
-        nodes = self._client.ListNodes(control.ListNodesRequest()).nodes_info
-        known = {node.public_key.strip() for node in nodes}
         for name, key in sites.items():
-            if key.strip() not in known:
-                self._client.RegisterNode(control.RegisterNodeRequest(public_key=key, name=name))
+            self._client.RegisterNode(control.RegisterNodeRequest(public_key=key, name=name))
 
     def was_stopped(self, run: int) -> bool:
         """Whether somebody has stopped a run by the Control API."""
@@ -233,45 +228,23 @@ class SuperLink:
         return found is not None and found.status.sub_status == SubStatus.STOPPED
 
     def start_run(self, app: Path) -> int:
-        """End earlier runs, start one with the Flower app in `app`, and return its number."""
+        """Start a run with the Flower app in `app`, and return its number."""
         from flwr.cli.build import build_fab_from_disk
         from flwr.common.serde import fab_to_proto
         from flwr.supercore.fab import Fab
 
-        for number, run in self._client.ListRuns(control.ListRunsRequest()).run_dict.items():
-            if run.status.status != "finished":
-                self._client.StopRun(control.StopRunRequest(run_id=number))
         bundle = build_fab_from_disk(app)
         fab = fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {}))
         return self._client.StartRun(control.StartRunRequest(fab=fab)).run_id
 
-
-class TaskQueue:
-    """Where a server takes on a run's task: the Runtime API of the SuperLink at `address`.
-
-    secret: the file with the secret that both ends know. context: see `tls`.
-    """
-
-    def __init__(self, address: str, secret: Path, context: ssl.SSLContext) -> None:
-        self._context, self._url = context, f"https://{address}"
-        derived = derive_auth_secret(secret.read_bytes())
-        self._client = self._connect(
-            lambda of: create_superexec_auth_metadata(
-                auth_secret=derived, method=of.rpc_method, request=of.message
-            )
-        )
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._client.close()
-
     @contextmanager
-    def grid(self, run: int) -> Generator[PromptGrid]:
+    def grid(self, run: int, secret: Path) -> Generator[PromptGrid]:
         """Give a run's Grid, keep its task alive, and report how it ended.
 
-        Raises FedpactError: the SuperLink does not hand out the run.
+        secret: the file with the secret that both ends know. Raises FedpactError: the SuperLink
+        does not hand out the run.
         """
-        token = self._token_of(run)
+        token = self._token_of(run, secret)
         client = self._connect(lambda _: {TASK_TOKEN_HEADER: token})
         status, details = SubStatus.FAILED, "ended early"
         try:
@@ -288,16 +261,24 @@ class TaskQueue:
                 client.PushTaskOutput(ended)
             client.close()
 
-    def _token_of(self, run: int) -> str:
+    def _token_of(self, run: int, secret: Path) -> str:
         """Take on a run's task; tasks of others, which somebody may have submitted, wait."""
+        derived = derive_auth_secret(secret.read_bytes())
+
+        def prove(of: ProtobufRequestContext) -> Mapping[str, str]:
+            return create_superexec_auth_metadata(
+                auth_secret=derived, method=of.rpc_method, request=of.message
+            )
+
         end = time.monotonic() + _START_SECONDS
         request = runtime.AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-        while time.monotonic() < end:
-            with suppress(httpx.HTTPError):
-                found = self._client.AcquireTask(request)
-                if found.HasField("task") and found.token and found.task.run_id == run:
-                    return found.token
-            time.sleep(_POLL_SECONDS)
+        with closing(self._connect(prove)) as client:
+            while time.monotonic() < end:
+                with suppress(httpx.HTTPError):
+                    found = client.AcquireTask(request)
+                    if found.HasField("task") and found.token and found.task.run_id == run:
+                        return found.token
+                time.sleep(_POLL_SECONDS)
         raise FedpactError(f"the SuperLink did not hand out run {run}: see the log of the server")
 
     def _connect(self, more: _MoreHeaders) -> RuntimeHttpClient:

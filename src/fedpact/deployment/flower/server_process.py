@@ -18,7 +18,7 @@ from fedpact.common.messages import Refusal, RoundRecord, Transport, from_bytes
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import flower_records
-from fedpact.deployment.flower.internals import PromptGrid, SuperLink, TaskQueue, public_pem, tls
+from fedpact.deployment.flower.internals import PromptGrid, SuperLink, public_pem, tls
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
 from fedpact.deployment.server import Coordinator, describe_round
@@ -134,15 +134,12 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
 
     Raises FedpactError: it does not answer, or the run cannot continue.
     """
-    context = tls(coordinator.directory)
-    link = SuperLink(address, context)
-    desk = TaskQueue(address, coordinator.directory / "runtime.secret", context)
-    number = None
+    link, number = SuperLink(address, tls(coordinator.directory)), None
     try:
         link.wait(_START_SECONDS)
         link.enrol(find_site_keys(coordinator.federation))
         number = link.start_run(APP)
-        with desk.grid(number) as grid:
+        with link.grid(number, coordinator.directory / "runtime.secret") as grid:
             return coordinate(coordinator, grid, on_round)
     except httpx.HTTPError as error:
         if number is not None and isinstance(error, httpx.HTTPStatusError):
@@ -152,7 +149,6 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
             "directory; started again, the server goes on from the last committed round"
         ) from error
     finally:
-        desk.close()
         link.close()
 
 
