@@ -15,9 +15,11 @@ from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import only_one
 from fedpact.deployment import local, processes
+from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
 from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.flower.internals import SuperLink
+from fedpact.deployment.site import Site
 
 PARTY = """
 import fcntl, signal, sys
@@ -188,8 +190,9 @@ def test_a_party_prints_epsilon_in_every_locale(monkeypatch, tmp_path):
     assert (done.stdout.decode(), done.stderr) == ("ε\n", b"")
 
 
-def test_a_party_reports_a_missing_server_once(deployment, monkeypatch, caplog):
-    """Its address does not resolve, or nobody listens there: it goes on trying, and says so."""
+@pytest.mark.parametrize("ending", [None, "run r has ended"])
+def test_a_site_reports_a_missing_server_once(site_dir, monkeypatch, caplog, ending):
+    """It goes on trying, and says so; after the end of the run this is as expected."""
     tries = []
 
     def sleep(seconds):
@@ -198,22 +201,14 @@ def test_a_party_reports_a_missing_server_once(deployment, monkeypatch, caplog):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(processes.time, "sleep", sleep)
-    for address in ("nowhere.invalid:1", "127.0.0.1:1"):
-        caplog.clear()
-        tries.clear()
-        with pytest.raises(KeyboardInterrupt):
-            processes._wait_for(address, processes._Teller(), None)
-        (told,) = caplog.messages
-        assert f"no answer at {address}, the server's address in federation.toml (" in told
-
-
-def test_a_site_stops_trying_when_its_run_has_ended(monkeypatch, caplog):
-    monkeypatch.setattr(processes.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(processes, "_prepare", lambda _: None)
+    monkeypatch.setattr(Site, "ending", ending)
+    address = Federation.read(site_dir / "federation.toml").address
     with pytest.raises(KeyboardInterrupt):
-        processes._wait_for("127.0.0.1:1", processes._Teller(), "run r has ended")
-    (told,) = caplog.messages
-    assert told.startswith("run r has ended. ")
-    assert "goes on trying" not in told
+        processes.run_site(site_dir)
+    (told,) = [one.getMessage() for one in caplog.records if one.name == "fedpact.party"]
+    missing = f"no answer at {address}, the server's address in federation.toml ("
+    assert told.startswith(f"{ending}. The server has gone, as expected" if ending else missing)
 
 
 def test_logs_and_flowers_files_are_their_owners(deployment):
@@ -247,7 +242,6 @@ def test_a_site_that_waits_to_be_let_in_outlasts_a_full_disk(site_dir, monkeypat
         raise next(came)
 
     monkeypatch.setattr(site_process, "work", work)
-    monkeypatch.setattr(processes, "_wait_for", lambda *_: None)
     monkeypatch.setattr(processes, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(processes, "_prepare", lambda _: None)
     told = list[str]()

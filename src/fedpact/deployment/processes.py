@@ -109,11 +109,11 @@ def run_site(directory: Path) -> None:
             if site.settings.socket is not None:
                 site_process.listen(site, directory, directory / site.settings.socket)
             while True:
-                _wait_for(site.federation.address, tell, site.ending)
                 try:
                     site_process.work(site, directory, tell)
                 except site_process.NotLetIn as error:
-                    tell(str(error))
+                    gone = "The server has gone, as expected: stop this site, or leave it waiting"
+                    tell(f"{site.ending}. {gone} for more rounds" if site.ending else str(error))
                 except OSError as error:
                     if error.errno not in _FULL:
                         raise
@@ -253,28 +253,6 @@ class _Teller:
         if told != self._last:
             _log.warning("%s", told)
         self._last = told
-
-
-def _wait_for(address: str, tell: _Teller, ending: str | None) -> None:
-    """Wait until a server listens at the address.
-
-    ending: how the site's run ended, after which the server may be gone; None before.
-    """
-    host, port = address.rsplit(":", 1)
-    while True:
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
-                return
-        except OSError as error:
-            tell(
-                f"{ending}. The server has gone, as expected: stop this site, or leave it waiting "
-                "for more rounds"
-                if ending
-                else f"no answer at {address}, the server's address in federation.toml "
-                f"({error.strerror or error}): the site keeps trying; check that the server runs, "
-                "and that its port is open to this machine"
-            )
-        time.sleep(_KNOCK_SECONDS)
 
 
 def _wait_for_port(host: str, port: int, setting: str) -> None:

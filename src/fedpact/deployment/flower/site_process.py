@@ -141,7 +141,10 @@ def _unreached(address: str, directory: Path, why: str) -> str:
             "`sha256sum federation.toml` with the server's"
         )
     if "CERTIFICATE" not in why and "SSL" not in why:
-        return f"the server at {address} does not answer ({why})"
+        return (
+            f"no answer at {address}, the server's address in federation.toml ({why}): the site "
+            "keeps trying; check that the server runs, and that its port is open to this machine"
+        )
     now = datetime.datetime.now(datetime.UTC)
     return (
         f"who answers at {address} is not taken for the server ({why}): expected a certificate "
