@@ -18,7 +18,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Final, Literal
 
-from fedpact.common.errors import DataError
 from fedpact.common.files import safe_name
 from fedpact.deployment.local import SERVER, parties
 
@@ -40,8 +39,6 @@ _LEFT_OUT: Final = " ".join(
 
 _PACKAGES: Final = Path(__file__).with_name("packages")
 _APP: Final = Path(__file__).parent / "flower" / "app"
-_LEDGER: Final = 'ledger = "ledger.jsonl" '
-_RECORDS: Final = re.compile(r'(?m)^records = "(?:.*/)?([^/"]+)"')
 
 _NEXT: Final = {
     "compose": """
@@ -118,17 +115,14 @@ def _edit(path: Path, old: str, new: str) -> None:
 
 
 def _move_records_and_ledger(site: Path) -> None:
+    for name in ("ledger", "records"):
+        (site / name).mkdir(mode=0o700)
+    if (own := site / "records.npz").exists():
+        own.rename(site / "records" / own.name)
     settings = site / "site.toml"
-    text = settings.read_text(encoding="utf-8")
-    if _LEDGER not in text or not (found := _RECORDS.search(text)):
-        raise DataError(f"{settings} has another format than `fedpact deploy init` writes")
-    (site / "ledger").mkdir(mode=0o700)
-    (site / "records").mkdir(mode=0o700)
-    if (own := site / found[1]).exists():
-        own.rename(site / "records" / found[1])
-    text = text.replace(_LEDGER, 'ledger = "ledger/ledger.jsonl" ')
-    text = _RECORDS.sub(r'records = "records/\1"', text)
-    settings.write_text(text, encoding="utf-8")
+    _edit(settings, '"ledger.jsonl"', '"ledger/ledger.jsonl"')
+    _edit(settings, '"records.npz"', '"records/records.npz"')
+    _edit(settings, '"/path/to/records.csv"', '"records/records.csv"')
 
 
 def _write_compose(path: Path, sites: dict[str, Path]) -> None:
