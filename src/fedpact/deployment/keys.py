@@ -15,8 +15,7 @@ from fedpact.common.errors import PlanError
 from fedpact.common.files import parse_errors, write_whole
 
 _CURVE = ec.SECP384R1()
-# The authority's lasts longer, so that the server's can be renewed without the other parties.
-_DAYS, _DAYS_OF_AUTHORITY = 825, 3650
+_DAYS = datetime.timedelta(days=825)
 _ADVICE = "name the directories `authority` and `server` as `fedpact deploy init` wrote them"
 _ALWAYS = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 _PEM, _BARE = serialization.Encoding.PEM, serialization.NoEncryption()
@@ -40,13 +39,7 @@ def write_signing_key(path: Path) -> str:
 
 def write_authority(directory: Path) -> None:
     """Write ca.key and ca.crt. The key can certify any server, so it stays secret."""
-    key = ec.generate_private_key(_CURVE)
-    write_whole(directory / "ca.key", _private(key))
-    (directory / "ca.crt").write_bytes(_of_authority(key).public_bytes(_PEM))
-
-
-def _of_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-    name = _name("fedpact federation authority")
+    key, name = ec.generate_private_key(_CURVE), _name("fedpact federation authority")
     usage = x509.KeyUsage(
         digital_signature=True,
         key_cert_sign=True,
@@ -58,33 +51,27 @@ def _of_authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
         encipher_only=False,
         decipher_only=False,
     )
-    return (
-        _certificate(name, name, key.public_key(), _from_now(_DAYS_OF_AUTHORITY), ca=True)
+    # It does not expire, so that the server's can be renewed without the other parties.
+    certificate = (
+        _certificate(name, name, key.public_key(), _ALWAYS, ca=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA384())
     )
+    write_whole(directory / "ca.key", _private(key))
+    (directory / "ca.crt").write_bytes(certificate.public_bytes(_PEM))
 
 
-def renew(authority: Path, server: Path, host: str) -> bool:
-    """Renew the server's key and certificate; return whether the authority's was renewed too.
+def renew(authority: Path, server: Path, host: str) -> None:
+    """Renew the server's key and certificate. authority, server: their directories.
 
-    It is renewed with the same key if it would expire before the server's. authority, server: their
-    directories. Raises PlanError: the authority is missing, or not this server's.
+    Raises PlanError: the authority is missing, or not this server's.
     """
-    key, own = _signer(authority), _authority_at(server)
-    if own.public_key() != key.public_key():
+    if _authority_at(server).public_key() != _signer(authority).public_key():
         raise PlanError(
             f"{authority} is the authority of another federation than {server / 'ca.crt'}: name "
             "the directory that `fedpact deploy init` wrote together with this server's"
         )
-    ends = now() + datetime.timedelta(days=_DAYS)
-    older = _authority_at(authority).not_valid_after_utc < ends
-    if older:
-        renewed = _of_authority(key).public_bytes(_PEM)
-        for each in (authority, server):
-            write_whole(each / "ca.crt", renewed, private=False)
     write_server_certificate(authority, server, host)
-    return older
 
 
 def _signer(authority: Path) -> ec.EllipticCurvePrivateKey:
@@ -117,8 +104,10 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
     issuer = _authority_at(authority)
     key = ec.generate_private_key(_CURVE)
     others = {_alternative(each) for each in (host, "localhost", "127.0.0.1")}
+    # Clocks of two machines may differ slightly.
+    valid = now() - datetime.timedelta(hours=1), now() + _DAYS
     certificate = (
-        _certificate(_name(host), issuer.subject, key.public_key(), _from_now(_DAYS), ca=False)
+        _certificate(_name(host), issuer.subject, key.public_key(), valid, ca=False)
         .add_extension(x509.SubjectAlternativeName(list(others)), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(signer, hashes.SHA384())
@@ -170,12 +159,6 @@ def _certificate(
         .not_valid_after(valid[1])
         .add_extension(x509.BasicConstraints(ca, 0 if ca else None), critical=True)
     )
-
-
-def _from_now(days: int) -> tuple[datetime.datetime, datetime.datetime]:
-    today = now()
-    # Clocks of two machines may differ slightly.
-    return today - datetime.timedelta(hours=1), today + datetime.timedelta(days=days)
 
 
 def now() -> datetime.datetime:

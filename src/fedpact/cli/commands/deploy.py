@@ -253,19 +253,15 @@ def renew(
     authority: Annotated[Path, typer.Argument(help="The directory with the authority's key.")],
     directory: Annotated[Path, typer.Argument(help="The server's directory.")],
 ) -> None:
-    """Renew the server's TLS certificate, and the authority's if that expires first."""
+    """Renew the server's TLS certificate."""
     from fedpact.deployment import keys
     from fedpact.deployment.federation import Federation
 
     federation = Federation.read(directory / "federation.toml")
-    all_parties = keys.renew(authority, directory, federation.host)
-    told = (
-        f"and {directory / 'ca.crt'}, which must replace every site's"
-        if all_parties
-        else "the sites' files need no change"
-    )
+    keys.renew(authority, directory, federation.host)
     plain_console().print(
-        f"new: {directory / 'tls.crt'}, with its key; {told}. Start the server again."
+        f"new: {directory / 'tls.crt'}, with its key; the sites' files need no change. Start the "
+        "server again."
     )
 
 

@@ -106,15 +106,13 @@ def _check_certificate(directory: Path, host: str) -> None:
             "certificate for that name (`fedpact deploy renew`), or put the address back that it "
             "was made for"
         )
-    today = now()
-    for each, told in ((certificate, path), (authority, directory / "ca.crt")):
-        first, last = each.not_valid_before_utc, each.not_valid_after_utc
-        if not first <= today <= last:
-            raise PlanError(
-                f"{told} holds from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC, and this "
-                f"machine's clock says {today:%Y-%m-%d %H:%M}: set the clock, or make "
-                "a new one with `fedpact deploy renew`"
-            )
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not first <= now() <= last:
+        raise PlanError(
+            f"{path} holds from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC, and this "
+            f"machine's clock says {now():%Y-%m-%d %H:%M}: set the clock, or make a new one with "
+            "`fedpact deploy renew`"
+        )
 
 
 def _certificate(path: Path) -> x509.Certificate:
