@@ -297,10 +297,8 @@ _WORDS: Final = {
     "boolean": "true or false",
 }
 _SIGNS: Final = {
-    "exclusiveMinimum": ">",
-    "minimum": ">=",
-    "exclusiveMaximum": "<",
-    "maximum": "<=",
+    **{"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="},
+    **{"gt": ">", "ge": ">=", "lt": "<", "le": "<="},  # of a union
 }
 
 
@@ -314,10 +312,11 @@ def _describe_values(
         if "properties" in defs[name]:
             return "table", "", name, False
         return _describe_values(defs[name], defs)
+    own = [f"{sign} {_short(value[name])}" for name, sign in _SIGNS.items() if name in value]
     if "anyOf" in value:
         each = [_describe_values(one, defs) for one in value["anyOf"] if one.get("type") != "null"]
         words, limits, inner, named = zip(*each, strict=True)
-        limits = ", ".join(filter(None, dict.fromkeys(limits)))
+        limits = ", ".join(filter(None, dict.fromkeys([*limits, *own])))
         return " | ".join(words), limits, next(filter(None, inner), None), any(named)
     if "const" in value or "enum" in value:
         allowed = value.get("enum", [value.get("const")])
@@ -332,8 +331,7 @@ def _describe_values(
         one = value.get("items") or value["prefixItems"][0]
         words, limits, inner, named = _describe_values(one, defs)
         return f"[{words}, ...]", limits, inner, named
-    limits = (f"{sign} {_short(value[name])}" for name, sign in _SIGNS.items() if name in value)
-    return _WORDS.get(kind, "anything"), ", ".join(limits), None, False
+    return _WORDS.get(kind, "anything"), ", ".join(own), None, False
 
 
 def _short(number: float) -> str:

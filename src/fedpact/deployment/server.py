@@ -12,7 +12,6 @@ a file (`fedpact deploy model`).
 """
 
 import dataclasses
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.algorithms.wrappers.server_optimizer import read_average
 from fedpact.common.errors import FedpactError, PlanError
-from fedpact.common.files import parse_errors
+from fedpact.common.files import read_json_table
 from fedpact.common.format import exact_percent, headline_metric
 from fedpact.common.messages import FINAL, Refusal, RoundRecord, SiteScore, Task, Transport
 from fedpact.common.params import FlatModel
@@ -55,18 +54,15 @@ from fedpact.simulation.workshop import TrainingSetup
 
 _log = logging.getLogger("fedpact.server")
 FILE: Final = "handed-over.json"
-_LOST: Final = "remove it: every site then receives the final model again"
 
 
 def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) -> None:
     """Send the final model to every site that lacks it, and name the sites it did not reach.
 
-    Failures to send do not affect the run, which has ended. Raises DataError: damaged FILE.
+    Failures to send do not affect the run, which has ended.
     """
-    has, path = dict[str, Any](), folder.path / FILE
-    if path.exists():
-        with parse_errors(path, _LOST):
-            has = dict(json.loads(path.read_bytes()))
+    # If the file is damaged, every site receives the model again.
+    has = dict(read_json_table(folder.path / FILE))
     vectors = {n: at.state.vectors[n] for n in ("w", CONSTANTS) if n in at.state.vectors}
     tasks = {
         site: Task(run, at.round, FINAL, vectors, {}, at.included.get(site, -1))
