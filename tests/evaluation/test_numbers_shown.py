@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import fedpact
-from fedpact.cli.commands.compare import _Live, _print
+from fedpact.cli.commands.compare import _News, _print
 from fedpact.cli.main import main
 from fedpact.deployment.live import text as for_prometheus
 from fedpact.deployment.snapshot import take_snapshot
@@ -48,7 +48,7 @@ def result(where):
 
 
 def test_a_comparison_shows_loss_and_measures(where, capsys):
-    news, live = [], _Live(Console(stderr=True, quiet=False), 2)
+    news, live = [], _News(Console(stderr=True, quiet=False), 2)
     found = fedpact.compare(
         {"one": fedpact.Plan(**PLAN)}, seeds=1, out=where / "c", on_news=news.append, data=FRAME,
         sweep={"settings.learning_rate": [0.1, 0.5]},

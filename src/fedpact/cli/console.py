@@ -4,7 +4,7 @@ import json
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -14,8 +14,6 @@ from typer.core import TyperGroup
 from fedpact.common.records import strict
 
 if TYPE_CHECKING:
-    from rich.progress import ProgressColumn
-
     from fedpact.report.run_summary import RunSummary
 
 INTERRUPTED: Final = 130
@@ -64,23 +62,6 @@ def wide_console() -> Console:
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else 200
     return console
-
-
-class LiveProgress:
-    """Bars while runs go on, on a terminal only. columns: rich's, beside a bar's picture."""
-
-    def __init__(self, console: Console, *columns: "ProgressColumn") -> None:
-        from rich.progress import Progress
-
-        self._console = console
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
 
 
 def plain_console() -> Console:

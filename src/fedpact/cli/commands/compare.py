@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fedpact.cli.console import (
-    INTERRUPTED,
-    AsJson,
-    LiveProgress,
-    StopOnInterrupt,
-    show,
-    wide_console,
-)
+from fedpact.cli.console import INTERRUPTED, AsJson, StopOnInterrupt, show, wide_console
 from fedpact.cli.reference import check_keys
 from fedpact.common import check
 from fedpact.common.errors import InputError
@@ -27,13 +21,11 @@ from fedpact.common.format import counted as counted_noun
 from fedpact.common.format import duration, headline_metric
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from fedpact.plan import Plan
     from fedpact.report.compared_runs import Comparison
     from fedpact.studies.pool import Job, RunProgress
 
-_BETWEEN_LINES = 20.0  # seconds between two lines on one run, where there is no terminal
+_BETWEEN_LINES = 20.0  # seconds between two lines on one run
 
 
 def compare(
@@ -109,17 +101,17 @@ def compare(
     stop = StopOnInterrupt(console)
     stop()  # installs the handler
     # Of a search it is not known how many runs there will be.
-    with _Live(console, 0 if points else _count_missing(folder, entries, seeds)) as live:
-        how = {"jobs": jobs, "joining": joining, "counted": counted, "sweep": sweep}
-        how |= {"halving": halving, "on_news": live, "stop": stop}
-        found = search(plans, points, seeds, folder, **how)
+    news = _News(console, 0 if points else _count_missing(folder, entries, seeds))
+    how = {"jobs": jobs, "joining": joining, "counted": counted, "sweep": sweep}
+    how |= {"halving": halving, "on_news": news, "stop": stop}
+    found = search(plans, points, seeds, folder, **how)
     paths = {"folder": str(folder), "report": str(found.folder / "comparison.html")}
     if curves is not None:
         write_whole(curves, curves_as_csv(found).encode(), private=False)
     if table is not None:
         write_whole(table, table_as_latex(found).encode(), private=False)
     show({**document(found), **paths}, as_json, lambda: _print(found))
-    if live.failed:
+    if news.failed:
         raise typer.Exit(2)
     if stop() and _lacks_part(found, bool(points), joining, console):
         raise typer.Exit(INTERRUPTED)
@@ -158,72 +150,44 @@ def _check_files(configs: list[Path]) -> None:
             )
 
 
-class _Live(LiveProgress):
-    """A progress line for each run on a terminal, occasional lines elsewhere, and all failures."""
+class _News:
+    """Prints each run's end or failure, and now and then how far the others are."""
 
     def __init__(self, console: Console, total: int) -> None:
-        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-
-        run = TextColumn("{task.fields[run]}")
-        at = "{task.fields[what]} {task.completed}/{task.total}  {task.description}"
-        super().__init__(console, run, BarColumn(bar_width=24), TextColumn(at), TimeElapsedColumn())
-        self.failed = self._done = 0
-        self._total, self._began = total, time.monotonic()
-        self._tasks: dict[Job, TaskID] = {}
+        self.failed = self._ended = 0
+        self._console, self._total, self._began = console, total, time.monotonic()
         self._told: dict[tuple[Job, str], float] = {}
 
     def __call__(self, news: RunProgress) -> None:
-        """Show a run's progress."""
-        job = news.job
+        """Print a run's progress."""
+        name = f"{news.job.name} seed {news.job.seed}"
         if news.ended:
-            self._ended(job)
+            self._ended += 1
             self.failed += news.failed is not None
-            style = "red" if news.failed is not None else None
             said = "FAILED: " + news.failed if news.failed else "ended"
-            self._line(f"{_name(job)}: {said}{self._left()}", style)
-        elif news.joining is not None:
+            text = Text(f"{name}: {said}{self._left()}")
+            self._console.print(text, style="red" if news.failed is not None else None)
+            return
+        if news.joining is not None:
             site, at, of = news.joining
-            for before in set(self._tasks) - {job}:  # computed for one run after another
-                self._ended(before)
-            self._show(job, "site", at, of, f"{site} alone and tuned")
+            what, told = "site", f"{at}/{of}  {site} alone and tuned"
+        elif news.accuracy is None and news.loss is None:
+            return
         else:
-            told = " ".join(headline_metric(news.accuracy, news.loss))
-            known = news.accuracy is not None or news.loss is not None
-            self._show(job, "round", news.round, job.plan.rounds, told if known else None)
+            metric = " ".join(headline_metric(news.accuracy, news.loss))
+            what, told = "round", f"{news.round}/{news.job.plan.rounds}  {metric}"
+        now = time.monotonic()
+        if now - self._told.get((news.job, what), -math.inf) >= _BETWEEN_LINES:
+            self._told[news.job, what] = now
+            self._console.print(Text(f"{name}: {what} {told}"))
 
     def _left(self) -> str:
-        """Count a run that has ended; return how many have, and the time that the others take."""
-        self._done += 1
-        if not self._done < self._total:
+        """Return how many runs have ended, and the time that the others take."""
+        if not self._ended < self._total:
             return ""
-        each = (time.monotonic() - self._began) / self._done
-        left = duration(each * (self._total - self._done))
-        return f" ({self._done} of {self._total} runs; about {left} left)"
-
-    def _show(self, job: Job, what: str, at: int, of: int, told: str | None) -> None:
-        """Update a run's bar, and without a terminal print a line now and then."""
-        if job not in self._tasks:
-            self._tasks[job] = self._progress.add_task("", total=of, run=_name(job), what=what)
-        self._progress.update(self._tasks[job], completed=at)
-        if told is None:
-            return
-        self._progress.update(self._tasks[job], description=told)
-        now = time.monotonic()
-        if now - self._told.get((job, what), -_BETWEEN_LINES) >= _BETWEEN_LINES:
-            self._told[job, what] = now
-            if not self._console.is_terminal:
-                self._line(f"{_name(job)}: {what} {at}/{of}  {told}")
-
-    def _ended(self, job: Job) -> None:
-        if job in self._tasks:
-            self._progress.remove_task(self._tasks.pop(job))
-
-    def _line(self, text: str, style: str | None = None) -> None:
-        self._console.print(Text(text, style=style or ""))
-
-
-def _name(job: Job) -> str:
-    return f"{job.name} seed {job.seed}"
+        each = (time.monotonic() - self._began) / self._ended
+        left = duration(each * (self._total - self._ended))
+        return f" ({self._ended} of {self._total} runs; about {left} left)"
 
 
 def _print(comparison: Comparison) -> None:

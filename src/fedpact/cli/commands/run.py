@@ -16,7 +16,6 @@ from fedpact.cli.console import (
     AsJson,
     Config,
     Engine,
-    LiveProgress,
     Overrides,
     StopOnInterrupt,
     print_run,
@@ -118,7 +117,8 @@ def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool
     # Standard output is for the JSON document, so progress goes where people look: the terminal.
     console = Console(stderr=True, quiet=as_json)
     asked = StopOnInterrupt(console)
-    with _Live(plan, folder, console) as live:
+    live = _Live(plan, folder, console)
+    with live.progress:
         result = carry(on_round=live, stop=asked)
     report = folder / "report.html"
     show(
@@ -130,18 +130,20 @@ def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool
         raise typer.Exit(INTERRUPTED)
 
 
-class _Live(LiveProgress):
+class _Live:
     """A live line on a terminal, plain lines elsewhere."""
 
     def __init__(self, plan: Plan, folder: Path, console: Console) -> None:
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         from fedpact.common.run_folder import Folder
         from fedpact.evaluation.metrics import METRICS
 
         done = TextColumn("round {task.completed}/{task.total}")
         told = TextColumn("{task.description}")
-        super().__init__(console, done, BarColumn(bar_width=24), told, TimeRemainingColumn())
+        columns = done, BarColumn(bar_width=24), told, TimeRemainingColumn()
+        self._console = console
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._plan, self._folder = plan, Folder(folder)
         self._fares, self._evaluated, self._sent = "accuracy -", 0, 0
         self._metrics = {metric.label: "-" for metric in METRICS.values()}
@@ -149,7 +151,7 @@ class _Live(LiveProgress):
         done = len(stored.read_bytes().splitlines()) - 1 if stored.exists() else 0
         # The first round prepares what the others use, so it does not count either.
         self._began, self._first = time.perf_counter(), max(1, done)
-        self._task = self._progress.add_task("starting", total=plan.rounds)
+        self._task = self.progress.add_task("starting", total=plan.rounds)
 
     def __call__(self, record: RoundRecord) -> None:
         from fedpact.evaluation.metrics import find_display
@@ -166,7 +168,7 @@ class _Live(LiveProgress):
         fares = self._fares + f" (round {self._evaluated})" * old
         line = f"{fares}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
         counts = record.round > self._first
-        update = self._progress.update if counts else self._progress.reset
+        update = self.progress.update if counts else self.progress.reset
         update(self._task, completed=record.round, description=line)
         if not counts:
             self._began = time.perf_counter()
