@@ -118,7 +118,7 @@ def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool
     console = Console(stderr=True, quiet=as_json)
     asked = StopOnInterrupt(console)
     live = _Live(plan, folder, console)
-    with live.progress:
+    with live.status:
         result = carry(on_round=live, stop=asked)
     report = folder / "report.html"
     show(
@@ -134,16 +134,10 @@ class _Live:
     """A live line on a terminal, plain lines elsewhere."""
 
     def __init__(self, plan: Plan, folder: Path, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
         from fedpact.common.run_folder import Folder
         from fedpact.evaluation.metrics import METRICS
 
-        done = TextColumn("round {task.completed}/{task.total}")
-        told = TextColumn("{task.description}")
-        columns = done, BarColumn(bar_width=24), told, TimeRemainingColumn()
-        self._console = console
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._console, self.status = console, console.status("starting")
         self._plan, self._folder = plan, Folder(folder)
         self._fares, self._evaluated, self._sent = "accuracy -", 0, 0
         self._metrics = {metric.label: "-" for metric in METRICS.values()}
@@ -151,7 +145,6 @@ class _Live:
         done = len(stored.read_bytes().splitlines()) - 1 if stored.exists() else 0
         # The first round prepares what the others use, so it does not count either.
         self._began, self._first = time.perf_counter(), max(1, done)
-        self._task = self.progress.add_task("starting", total=plan.rounds)
 
     def __call__(self, record: RoundRecord) -> None:
         from fedpact.evaluation.metrics import find_display
@@ -166,16 +159,12 @@ class _Live:
         metrics = "  ".join(f"{label} {value}" for label, value in self._metrics.items())
         old = self._evaluated != record.round
         fares = self._fares + f" (round {self._evaluated})" * old
-        line = f"{fares}  {metrics}  {self._privacy(record)}  {size(self._sent)}"
-        counts = record.round > self._first
-        update = self.progress.update if counts else self.progress.reset
-        update(self._task, completed=record.round, description=line)
-        if not counts:
-            self._began = time.perf_counter()
-        if not self._console.is_terminal:
-            left = self._left(record.round)
-            told = f"round {record.round}/{self._plan.rounds}  {line}{left}"
-            self._console.print(told, soft_wrap=True)
+        line = f"round {record.round}/{self._plan.rounds}  {fares}  {metrics}"
+        line += f"  {self._privacy(record)}  {size(self._sent)}{self._left(record.round)}"
+        if self._console.is_terminal:
+            self.status.update(line)
+        else:
+            self._console.print(line, soft_wrap=True)
 
     def _privacy(self, record: RoundRecord) -> str:
         if not self._plan.private:
@@ -191,6 +180,7 @@ class _Live:
 
     def _left(self, done: int) -> str:
         if done <= self._first:
+            self._began = time.perf_counter()
             return ""
         each = (time.perf_counter() - self._began) / (done - self._first)
         return f"  {each * (self._plan.rounds - done):.0f} s left"
