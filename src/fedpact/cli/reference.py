@@ -196,7 +196,6 @@ def _unknown(raw: dict[str, Any]) -> Iterator[str]:
 
 @cache
 def _stored() -> dict[str, Any]:
-    """Return lists of tables by "plan" and by file; and "algorithms", each as Described."""
     written = json.loads(WRITTEN.read_text(encoding="utf-8"))
     algorithms = {
         name: Described(**one | {"settings": _table(one["settings"])})

@@ -116,7 +116,6 @@ def approve(site: Path, by: str) -> ApprovalState:
 
 
 def _valid(site: Path, name: str) -> list[Approval]:
-    """The first approval of each name that is valid for the current files."""
     if not (site / APPROVAL_FILE).exists():
         return []
     member = Federation.read(site / "federation.toml").sites.get(name)

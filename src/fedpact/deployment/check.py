@@ -124,7 +124,6 @@ def check_site(directory: Path) -> SiteCheck:
 
 @contextmanager
 def _noted(found: SiteCheck) -> Generator[None]:
-    """Record an error as a problem instead of raising it."""
     try:
         yield
     except FedpactError as error:
@@ -132,7 +131,6 @@ def _noted(found: SiteCheck) -> Generator[None]:
 
 
 def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:
-    """Add the cost of the run and of other runs on the same records."""
     policy, plan = Policy.read(files.directory / "policy.toml"), files.plan
     found.epsilon, found.delta = terms.budget.epsilon, terms.budget.delta
     files.check_ledger()

@@ -190,7 +190,6 @@ def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
 
 
 def _rounds_beside(model: Path) -> int | None:
-    """Return the round of a model from the summary next to it; None without one."""
     try:
         return int(read_json_table(model.with_name("summary.json"))["rounds"])
     except (ValueError, LookupError, TypeError):

@@ -101,7 +101,6 @@ def write_package(directory: Path, form: Form, port: int) -> None:
 
 
 def _write_app(directory: Path, sites: dict[str, Path]) -> None:
-    """Write the Flower app of a run, whose sites answer at sockets."""
     app = directory / "app"
     shutil.copytree(_APP, app, ignore=shutil.ignore_patterns("__pycache__"))
     server = json.dumps(str((directory / SERVER).resolve()))
@@ -148,7 +147,6 @@ def _labels(names: Iterable[str]) -> dict[str, str]:
 
 
 def _write_values(directory: Path, places: dict[str, Path], port: int) -> None:
-    """Write each party's chart values, and the commands that install them."""
     helm, labels, commands = directory / "helm", _labels(places), list[str]()
     for name, where in places.items():
         role = "server" if name == SERVER else "site"

@@ -209,7 +209,6 @@ class TaskChecks:
 
 
 def _few(names: object) -> str:
-    """Text of at most one line, for anything received."""
     text = str(names)
     return text if len(text) <= 200 else text[:200] + " ..."
 
@@ -455,7 +454,6 @@ class Site:
         self._examiner.reserve(ledger, run, only_ask=only_ask)
 
     def _check_policy(self) -> None:
-        """Raise PlanError or PolicyRefused unless policy.toml, as it is now, allows this run."""
         policy = Policy.read(self.files.directory / "policy.toml")
         others = sum_reservations(self.ledger, self.run, policy)
         once = self._examiner.form.once

@@ -241,5 +241,4 @@ def _examiner_key(directory: Path, ledger: Path, run: str) -> bytes:
 
 
 def _evaluated(ledger: Path) -> set[str]:
-    """Return the runs whose evaluations are reserved in a ledger."""
     return {str(entry["beside"]) for entry in read_entries(ledger) if entry.get("beside")}

@@ -69,7 +69,6 @@ def find_released(run: RunSummary) -> Document | None:
 
 
 def _changed(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Return time of change and length of a run's files, to detect changes."""
     names = ("privacy.json", "rounds.jsonl", "summary.json", WAITS, HANDED_OVER)
     found = [(folder / name).stat() for name in names if (folder / name).exists()]
     return tuple((each.st_mtime_ns, each.st_size) for each in found)
@@ -207,7 +206,6 @@ def _to_do(
     ended: bool,
     held: bool,
 ) -> Iterable[str]:
-    """Yield what waits for a person, each in a sentence."""
     deployed = party != folder
     goes_on = f"`fedpact deploy server {party}`" if deployed else f"`fedpact resume {folder}`"
     if not held and (not ended or run.status == "stopped"):

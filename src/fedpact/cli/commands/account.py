@@ -238,7 +238,6 @@ def _finite(epsilon: float) -> float | None:
 
 
 def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
-    """Return the cost of `runs` runs of an answer's setting, as plain data."""
     from fedpact.privacy.accounting.accountant import SampledGaussian
     from fedpact.privacy.accounting.tuning_cost import as_document, count_trials
 
@@ -248,7 +247,6 @@ def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
 
 
 def _covers(left: Remaining | None, joint: bool) -> str:
-    """Return what ε covers, and what it assumes."""
     new = (
         "all releases together, each computed from a Poisson batch with "
         "Gaussian noise; q, sigma and steps fixed in advance; an upper bound"

@@ -105,7 +105,6 @@ def _contradiction(site: str, failed: list[AuditRow]) -> str:
 
 
 def _scene_of(run: Path, overrides: list[str]) -> SimulationSetup:
-    """Return a run's own plan, data and partition. Raises PlanError, DataError."""
     from fedpact.common.run_folder import Folder, check_writable
     from fedpact.data.partition import Partition
     from fedpact.plan import Plan

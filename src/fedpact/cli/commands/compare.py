@@ -132,7 +132,6 @@ def _lacks_part(found: Comparison, searched: bool, joining: bool, console: Conso
 
 
 def _count_missing(folder: Path, entries: Mapping[str, Plan], seeds: int) -> int:
-    """Return how many of the entries' runs the folder does not have yet."""
     from fedpact.report.compared_runs import read_comparison
     from fedpact.studies.compare import seeds_of
 
@@ -182,7 +181,6 @@ class _News:
             self._console.print(Text(f"{name}: {what} {told}"))
 
     def _left(self) -> str:
-        """Return how many runs have ended, and the time that the others take."""
         if not self._ended < self._total:
             return ""
         each = (time.monotonic() - self._began) / self._ended

@@ -135,7 +135,6 @@ def download(
 
 
 def _own_files(directory: Path) -> list[Path]:
-    """The tables and arrays in the data directory that belong to none of the public data sets."""
     from fedpact.data import download
     from fedpact.data.cells import SUFFIXES
 

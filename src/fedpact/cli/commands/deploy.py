@@ -307,7 +307,6 @@ def model(
 
 
 def _approve_all(sites: Sequence[Path], yes: bool) -> None:
-    """Approve a trial for all sites whose policies require approval."""
     from fedpact.deployment import approval
 
     waiting = [where for where in sites if approval.read_approvals(where).missing]
@@ -323,7 +322,6 @@ def _approve_all(sites: Sequence[Path], yes: bool) -> None:
 
 
 def _follow(directory: Path, here: local.Parties) -> None:
-    """Print each committed round until the server's process has ended."""
     from fedpact.common.messages import RoundRecord
     from fedpact.deployment import local
     from fedpact.deployment.server import describe_round
@@ -409,7 +407,6 @@ def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
 
 
 def _print_own(out: Console, own: dict[str, Any], *, every: bool) -> None:
-    """Print a site's exact figures for its owner, of the last rounds or of every one."""
     from fedpact.evaluation.held_out import SumsForm
     from fedpact.evaluation.intervals import exact_figures
     from fedpact.evaluation.settings import EvaluationSettings

@@ -67,7 +67,6 @@ def verify(
 
 
 def _verdict(path: str, receipt: dict[str, Any]) -> str:
-    """Return the result of a ledger's check, and what is spent."""
     entries = counted(receipt["entries"], "entry")
     lines = [f"{path}: intact: {entries}, each sealed by the hash of the one before"]
     if receipt["unreadable_last_line"]:
@@ -111,7 +110,6 @@ def export(
 
 
 def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
-    """Check the signature of each receipt in a file that `export` wrote."""
     from fedpact.deployment.federation import Federation
     from fedpact.deployment.receipts import check_signature
 

@@ -160,7 +160,6 @@ def _message_bytes(scene: SimulationSetup, evaluations: int) -> tuple[int, int]:
 
 
 def _coded(like: Tensor, units: float) -> Tensor:
-    """Return a coded block of equally many integers of normal noise with this deviation."""
     from fedpact.algorithms.wrappers import integers
     from fedpact.common.randomness.seeded import SeededDraws
 

@@ -453,7 +453,6 @@ def _pull(
 
 @contextmanager
 def _beats(beat: Callable[[], object]) -> Generator[None]:
-    """Call `beat` now and then, in another thread, while the block runs."""
     done = threading.Event()
 
     def run() -> None:

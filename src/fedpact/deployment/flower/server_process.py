@@ -153,7 +153,6 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
 
 
 def _check_not_stopped(link: SuperLink, run: int) -> None:
-    """Raise FedpactError if the run was stopped through the Control API."""
     with suppress(httpx.HTTPError):
         if not link.was_stopped(run):
             return

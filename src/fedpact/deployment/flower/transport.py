@@ -349,7 +349,6 @@ class FlowerTransport:
         return fault
 
     def _opened(self, site: str, message: Message) -> Answer | str:
-        """Return the message that a site has signed, or its fault."""
         try:
             block, signature = flower_records.from_record(message.content)
             if not keys.is_signed(self._keys[site], f"reply of {site}", block, signature):
