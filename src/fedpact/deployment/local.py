@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from fedpact.common.errors import DataError, FedpactError, InputError, PlanError, TransportLost
+from fedpact.common.errors import DataError, FedpactError, PlanError, TransportLost
 from fedpact.common.files import parse_errors, private_opener, safe_name
 from fedpact.common.messages import RoundRecord
 from fedpact.common.run_folder import RUN, Folder
@@ -63,13 +63,7 @@ class Parties:
         self.stop()
 
     def start(self, *names: str) -> dict[str, int]:
-        """Start these parties (default: all) unless they run; return the process IDs.
-
-        Raises InputError: no such party.
-        """
-        unknown = [name for name in names if name not in self._places]
-        if unknown:
-            raise InputError(f"no party {unknown[0]!r}: expected one of {', '.join(self._places)}")
+        """Start these parties (default: all) unless they run; return the process IDs."""
         for name in names or self._places:
             if not self.runs(name):
                 self._children[name] = _spawn(name, self._places[name].resolve())
@@ -137,7 +131,7 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
             for name, where in places.items()
             if not running[name] and (where / "log.txt").exists()
         },
-        "round": _last_round(server) if server else None,
+        "round": last_round(server) if server else None,
         "status": _status(any_party if server is None else server, federation.run),
         # Only in a site's own directory, so that no one else sees these figures by accident.
         "own_figures": own_figures(directory, federation.run)
@@ -195,7 +189,8 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
 
 
-def _last_round(server: Path) -> dict[str, Any] | None:
+def last_round(server: Path) -> dict[str, Any] | None:
+    """Return what is shown of a server's last committed round; None before the first."""
     path = server / "run" / "rounds.jsonl"
     # An incomplete last line is being written, or belongs to a server that was killed.
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []

@@ -326,33 +326,34 @@ def _follow(directory: Path, here: local.Parties) -> None:
     from fedpact.deployment import local
     from fedpact.deployment.server import describe_round
 
-    seen, out, told = -1, plain_console(), set[str]()
+    seen, out, told = -1, plain_console(), {local.SERVER}
+    places = local.parties(directory)
     while True:
         # In this order, so that the server's last round is not missed.
-        ended = {name: not here.runs(name) for name in local.parties(directory)}
-        found = local.inspect_deployment(directory)
-        for name in ended:
-            if ended[name] and name not in told | {local.SERVER}:
-                told.add(name)
-                out.print(f"{name} {local.describe_end(here.exit_code(name))}", markup=False)
-                out.print(f"  its last line: {found['ended'].get(name)}", markup=False)
-        last = found["round"]
+        ended = {name for name in places if not here.runs(name)}
+        for name in sorted(ended - told):
+            out.print(f"{name} {local.describe_end(here.exit_code(name))}", markup=False)
+            out.print(f"  its last line: {local.last_log_lines(directory, name)}", markup=False)
+        told |= ended
+        last = local.last_round(places[local.SERVER])
         if last is not None and last["round"] != seen:
             seen = last["round"]
             out.print(describe_round(RoundRecord(**last)))
-        if ended.pop(local.SERVER):
+        if local.SERVER in ended:
             break
         # A site's process runs until it is stopped, so missing ones have failed.
-        if all(ended.values()):
+        if len(ended) == len(places) - 1:
             raise FedpactError(
                 "every site has stopped, for the reasons above, so the server was stopped, too: "
                 "fix them, then start again"
             )
         time.sleep(_POLL_SECONDS)
+    found = local.inspect_deployment(directory)
     if found["status"] == "not ended":
         raise FedpactError(
             f"the server {local.describe_end(here.exit_code(local.SERVER))}; its last line: "
-            f"{found['ended'].get(local.SERVER)}; see {directory / 'server' / 'log.txt'}"
+            f"{local.last_log_lines(directory, local.SERVER)}; see "
+            f"{directory / 'server' / 'log.txt'}"
         )
     _print({**found, "released": _released(directory)})
 
