@@ -256,7 +256,7 @@ def _tables(
             below += _tables(defs[inner], defs, f"{full}.NAME" if named else full, {})
         if named or not inner:
             required = last in table.get("required", ())
-            empty = {"array": [], "object": {}}.get(value.get("type"))
+            empty = {"array": [], "object": {}}.get(str(value.get("type")))
             symbol, meaning = told.get(last, ("", ""))
             meaning = " ".join(value.get("description", meaning).split())
             default = None if required else value.get("default", empty)
@@ -321,7 +321,7 @@ def _describe_values(
         allowed = value.get("enum", [value.get("const")])
         words = (f'"{one}"' if isinstance(one, str) else str(one) for one in allowed)
         return " | ".join(words), "", None, False
-    kind = value.get("type")
+    kind = str(value.get("type"))
     if kind == "object":
         values = value["additionalProperties"]
         _, limits, inner, _ = _describe_values({} if values is True else values, defs)

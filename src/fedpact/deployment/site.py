@@ -430,7 +430,8 @@ class Site:
 
     def note(self, block: bytes, seconds: float) -> None:
         """Count an answer and its seconds in the owner's statistics."""
-        count_answer(self._store, self.run, from_bytes(block, self.most_vectors), seconds)
+        said = cast(Reply | Refusal | Step, from_bytes(block, self.most_vectors))
+        count_answer(self._store, self.run, said, seconds)
 
     def _refusal(self, question: Task | Step, code: str) -> bytes:
         return to_bytes(Refusal(question.run, question.round, self.name, code))

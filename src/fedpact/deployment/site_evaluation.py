@@ -22,7 +22,7 @@ from torch import Tensor
 from fedpact.algorithms.wrappers.released_scales import check_as_declared, find_examined
 from fedpact.common.errors import LedgerError
 from fedpact.common.files import write_whole
-from fedpact.common.messages import EVALUATION, FINAL, Message, Refusal, State, Task, Vectors
+from fedpact.common.messages import EVALUATION, FINAL, Refusal, Reply, State, Step, Task, Vectors
 from fedpact.common.params import FlatModel, one_thread, state_of
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import Draws, SeededDraws
@@ -116,7 +116,7 @@ class Progress:
 PROGRESS: Final = "progress"
 
 
-def count_answer(store: Store, run: str, answer: Message, seconds: float) -> None:
+def count_answer(store: Store, run: str, answer: Reply | Refusal | Step, seconds: float) -> None:
     """Count a site's answer. A full disk is only logged, as nothing depends on this count."""
     before = Progress.of(run, store.read(PROGRESS))
     refusals = Counter(before.refusals)
