@@ -7,19 +7,19 @@ each site reads its own copy, and takes part only in the run that it names.
 import hashlib
 import ipaddress
 import json
+import re
 import tomllib
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from torch import Tensor
@@ -42,6 +42,23 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 _AGREED = {"classes", "shape", "values", "seeds", "records", "person", "groups", "features"}
 _OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS_KEY)  # of plan.json
+
+
+# A host name or an IPv4 address, as the server does not listen on IPv6, and a port.
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_ADDRESS = re.compile(rf"(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?:(\d{{1,5}})")
+
+
+def check_address(address: str) -> str:
+    """Return a server's address. Raises ValueError: sites cannot connect to such a one."""
+    found = _ADDRESS.fullmatch(address)
+    # The system would take a larger port modulo 65536.
+    if found and 1 <= int(found[1]) <= 65535:
+        return address
+    raise ValueError(
+        f"{address!r} is no address: expected the server's name or IPv4 address, as sites reach "
+        "it, and a port from 1 to 65535, like fed.example.org:8443"
+    )
 
 
 class Patience(BaseModel):
@@ -88,7 +105,7 @@ class Federation(BaseModel):
     model_config = _FROZEN
     run: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """The run's name."""
-    address: str = Field(pattern=r"^[^\s/]+:[0-9]{1,5}$")
+    address: Annotated[str, AfterValidator(check_address)]
     """The server's address, host:port."""
     server_key: str
     """The server's public key, with which it signs tasks."""
@@ -120,20 +137,7 @@ class Federation(BaseModel):
     @property
     def host(self) -> str:
         """The server's host name or IP address, without the port."""
-        return self.address.rsplit(":", 1)[0].strip("[]")
-
-    @field_validator("address")
-    @classmethod
-    def _can_be_an_address(cls, address: str) -> str:
-        host, _, port = address.rpartition(":")
-        with suppress(UnicodeError):  # an empty label of a name, or one that is too long
-            # The system would take a larger port modulo 65536.
-            if host.encode("idna") and 1 <= int(port) <= 65535:
-                return address
-        raise ValueError(
-            f"{address!r} is none: expected the server's name or IP address, and a port from 1 "
-            "to 65535, like fed.example.org:8443"
-        )
+        return self.address.partition(":")[0]
 
     @model_validator(mode="after")
     def _tests_stay_at_home(self) -> Self:

@@ -29,6 +29,7 @@ from fedpact.deployment.federation import (
     Federation,
     Member,
     Patience,
+    check_address,
     check_deployable,
     read_plan,
 )
@@ -175,10 +176,6 @@ def policy(
 # A site computes the same values itself; its processor may change the last digits.
 _ELSEWHERE: Final = 1e-6
 
-# A host name or an IPv4 address: the server does not listen on IPv6.
-_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(?:\.{_LABEL})*\.?")
-
 _NAME = re.compile(r"\w[\w.-]{0,62}")
 
 _logger = logging.getLogger("fedpact")
@@ -207,7 +204,10 @@ def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federatio
     Raises InputError if something does not match; then the directory is left empty.
     """
     _check_new(directory)
-    address = _address(choices)
+    try:
+        address = check_address(f"{choices.host}:{choices.port}")
+    except ValueError as error:
+        raise PlanError(str(error)) from None
     check_deployable(plan)
     scene = SimulationSetup.of(plan)
     _check_names(choices.names, len(scene.sites))
@@ -227,17 +227,6 @@ def _check_new(directory: Path) -> None:
     check_out(directory)
     if directory.exists() and any(directory.iterdir()):
         raise PlanError(f"{directory} is not empty: name a new directory")
-
-
-def _address(choices: Choices) -> str:
-    if not 1 <= choices.port <= 65535:
-        raise PlanError(f"port is {choices.port}: expected 1 to 65535")
-    if not _HOST.fullmatch(choices.host):
-        raise PlanError(
-            f"host is {choices.host!r}: expected the server's name or its IPv4 address, as sites "
-            "reach it, like fed.example.org or 10.0.0.7; its port is --port"
-        )
-    return f"{choices.host}:{choices.port}"
 
 
 def _check_names(names: tuple[str, ...], count: int) -> None:
