@@ -81,7 +81,6 @@ def compare(
     for config in configs or [None]:
         check_keys(config, [*whole, *firsts])
     from fedpact.report.comparison import document
-    from fedpact.report.comparison_export import curves_as_csv, table_as_latex
     from fedpact.studies.compare import comparison_folder, read_plans
     from fedpact.studies.search import draw_points, search
     from fedpact.studies.sweep import expand_sweep, read_sweeps
@@ -95,9 +94,7 @@ def compare(
     console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
     points = draw_points(plans, ranges, draws)
     entries, _ = expand_sweep(plans, {} if points else sweep)
-    at = f" at {counted_noun(len(points), 'point')} each" if points else ""
-    many = f"{counted_noun(len(entries), 'entry')}{at}, {counted_noun(seeds, 'seed')}"
-    console.print(f"{many}, in {folder}")
+    console.print(_how_many(len(entries), len(points), seeds) + f", in {folder}")
     stop = StopOnInterrupt(console)
     stop()  # installs the handler
     # Of a search it is not known how many runs there will be.
@@ -106,10 +103,7 @@ def compare(
     how |= {"halving": halving, "on_news": news, "stop": stop}
     found = search(plans, points, seeds, folder, **how)
     paths = {"folder": str(folder), "report": str(found.folder / "comparison.html")}
-    if curves is not None:
-        write_whole(curves, curves_as_csv(found).encode(), private=False)
-    if table is not None:
-        write_whole(table, table_as_latex(found).encode(), private=False)
+    _export(found, curves, table)
     show({**document(found), **paths}, as_json, lambda: _print(found))
     if news.failed:
         raise typer.Exit(2)
@@ -147,6 +141,19 @@ def _check_files(configs: list[Path]) -> None:
                 f"there is no file {str(config)!r}: expected plans, .toml or .json; algorithms are "
                 f"named by --algorithms {','.join(map(str, configs))}"
             )
+
+
+def _how_many(entries: int, points: int, seeds: int) -> str:
+    at = f" at {counted_noun(points, 'point')} each" if points else ""
+    return f"{counted_noun(entries, 'entry')}{at}, {counted_noun(seeds, 'seed')}"
+
+
+def _export(comparison: Comparison, curves: Path | None, table: Path | None) -> None:
+    from fedpact.report.comparison_export import curves_as_csv, table_as_latex
+
+    for file, form in ((curves, curves_as_csv), (table, table_as_latex)):
+        if file is not None:
+            write_whole(file, form(comparison).encode(), private=False)
 
 
 class _News:
