@@ -27,7 +27,7 @@ Form = Literal["compose", "helm", "systemd", "flower"]
 
 _POLL_SECONDS = 0.5
 
-_SHOWN = 5
+_PARTS_SHOWN = 5  # rounds whose figures are shown by class and group, one column each
 
 app = group("Run a federation on real machines, over Flower.")
 
@@ -214,18 +214,12 @@ def up(
 
 
 @app.command()
-def status(
-    directory: Where,
-    every: Annotated[
-        bool, typer.Option("--all", help="A site's figures after every round.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+def status(directory: Where, as_json: AsJson = False) -> None:
     """Show which parties run, the round, and what each site has spent."""
     from fedpact.deployment import local
 
     found = {**local.inspect_deployment(directory), "released": _released(directory)}
-    show(found, as_json, lambda: _print(found, every=every))
+    show(found, as_json, lambda: _print(found))
 
 
 def _released(directory: Path) -> list[str]:
@@ -358,7 +352,7 @@ def _follow(directory: Path, here: local.Parties) -> None:
     _print({**found, "released": _released(directory)})
 
 
-def _print(found: dict[str, Any], *, every: bool = False) -> None:
+def _print(found: dict[str, Any]) -> None:
     from fedpact.common.messages import RoundRecord
     from fedpact.deployment.server import describe_round
 
@@ -384,7 +378,7 @@ def _print(found: dict[str, Any], *, every: bool = False) -> None:
         for name, words in found["ended"].items():
             out.print(f"{name} has ended: {words}", markup=False)
     if found["own_figures"]:
-        _print_own(out, found["own_figures"], every=every)
+        _print_own(out, found["own_figures"])
     out.print(f"(ε, δ), adjacency: {found['adjacency']}; accountant best of PLD and RDP.")
     if found["evaluations"]:
         cost, delta = map(upper, found["evaluations"])
@@ -407,7 +401,7 @@ def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
     return (*(upper(found[figure]) for figure in (*figures, "delta")), str(ledger["entries"]))
 
 
-def _print_own(out: Console, own: dict[str, Any], *, every: bool) -> None:
+def _print_own(out: Console, own: dict[str, Any]) -> None:
     from fedpact.evaluation.held_out import SumsForm
     from fedpact.evaluation.intervals import exact_figures
     from fedpact.evaluation.settings import EvaluationSettings
@@ -417,14 +411,11 @@ def _print_own(out: Console, own: dict[str, Any], *, every: bool) -> None:
     rounds = sorted(own["rounds"].items(), key=lambda each: int(each[0]))
     figures = {name: exact_figures(sums, form) for name, sums in rounds}
     of_all = [f.name for f in next(iter(figures.values())) if not f.of_part]
-    some = [*figures][-_SHOWN:]
+    some = [*figures][-_PARTS_SHOWN:]
     rows = [
-        (name, *(f"{f.value:.4g}" for f in figures[name] if not f.of_part))
-        for name in (figures if every else some)
+        (name, *(f"{f.value:.4g}" for f in each if not f.of_part)) for name, each in figures.items()
     ]
     print_table(out, ("after round", *of_all), rows)
-    if len(figures) > len(some) and not every:
-        out.print(f"The last {len(some)} of {counted(len(figures), 'round')}; --all shows all.")
     of_parts = ([f for f in figures[name] if f.of_part] for name in some)
     rows = [
         (f"{each[0].name}, {each[0].about}", *(f"{f.value:.4g}" for f in each))
