@@ -3,9 +3,8 @@
 PromptGrid fetches answers without waiting for those that are not complete. SuperLink starts a run
 and takes on its task. FleetLink is a site's connection to its server.
 
-Flower's own SuperNode would be a second process of some 140 MB beside each site's. It looks for
-work every three seconds, and runs the code that came with the run. A FleetLink makes the same
-requests from the site's own process, and the only code it runs is what its owner has installed.
+Flower's own SuperNode would be a second process of 140 MB beside each site's, and would run the
+code that came with the run. A FleetLink makes the same requests from the site's own process.
 Flower's modules with a web server or a database in them are not imported: they take 50 MB.
 """
 
@@ -90,14 +89,11 @@ _MoreHeaders = Callable[[ProtobufRequestContext], Mapping[str, str]]
 class PromptGrid:
     """A Grid whose `pull_messages` returns at once, with the answers that have arrived in full.
 
-    A SuperLink knows of an answer before it has its content. Flower's own Grid then waits for the
-    content: for three minutes after a site was killed while it sent, though the other sites'
-    answers are there. Here the others come with a later call, whatever that asks for.
-
-    A SuperLink that cannot be reached is tried again until the grid is closed; one that refuses, as
-    it does once the run was stopped, raises httpx.HTTPStatusError. Flower's own Grid retries
-    without end, in threads that a process waits for when it exits, and interrupts the process when
-    it is refused. url: the SuperLink's. context: see `tls`. run: Flower's number of it.
+    Flower's own waits for the content of an answer: for three minutes after a site was killed while
+    it sent. Here the others come with a later call, whatever that asks for. A SuperLink that cannot
+    be reached is tried again until the grid is closed; one that refuses, as it does once the run
+    was stopped, raises httpx.HTTPStatusError. url: the SuperLink's. context: see `tls`. run:
+    Flower's number of it.
     """
 
     def __init__(self, url: str, context: ssl.SSLContext, token: str, run: int) -> None:

@@ -86,11 +86,10 @@ class PendingRequests:
 class Slow:
     """The sites that did not answer in time, and the tasks that they have not answered yet.
 
-    It outlives a round: a site with such a task is not asked again before Flower has dropped it, so
-    that a site that recovers does not spend its budget on rounds that are over. A site that misses
-    consecutive rounds is asked less and less often: after n misses it is skipped for 2^(n-1) - 1
-    rounds, until it answers in time. Its ledger is charged for each task, so for R missed rounds it
-    pays about log2(R).
+    A site with such a task is not asked again before Flower has dropped it, so that one that
+    recovers does not spend its budget on rounds that are over. After n consecutive missed rounds it
+    is skipped for 2^(n-1) - 1 rounds, until it answers in time: each task is charged, so for R
+    missed rounds it pays about log2(R).
     """
 
     def __init__(self) -> None:
