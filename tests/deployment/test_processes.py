@@ -180,12 +180,12 @@ def test_parties_use_no_proxy_of_the_environment(monkeypatch, caplog):
             proxy.accept()
 
 
-def test_a_party_prints_epsilon_in_every_locale(monkeypatch, tmp_path):
+def test_a_party_prints_epsilon_in_every_locale(monkeypatch):
     for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
         monkeypatch.setenv(name, value)
-    command = [sys.executable, "-c", "print(chr(0x3B5))"]
-    done = subprocess.run(command, env=processes.environment(tmp_path), capture_output=True)
-    assert (done.stdout.decode(), done.stderr) == ("ε\n", b"")
+    code = "from fedpact.cli import main; main.app = lambda: print(chr(0x3B5)); main.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (done.stdout, done.stderr) == (b"\\u03b5\n", b"")
 
 
 @pytest.mark.parametrize("ending", [None, "run r has ended"])

@@ -17,7 +17,6 @@ from fedpact.common.run_folder import RUN, Folder
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.health import is_held
-from fedpact.deployment.processes import environment
 from fedpact.deployment.site_evaluation import own_figures
 from fedpact.deployment.site_records import SiteSettings, read_receipt
 from fedpact.plan import Plan
@@ -174,7 +173,6 @@ def _spawn(name: str, where: Path) -> subprocess.Popen[bytes]:
     with open(where / "log.txt", "ab", opener=private_opener) as log:
         return subprocess.Popen(
             [sys.executable, "-m", "fedpact", "deploy", kind, str(where)],
-            env=environment(where),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -26,7 +26,7 @@ from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.privacy.accounting.apart import apart
-from fedpact.simulation.flower import QUIET, require_flower
+from fedpact.simulation.flower import require_flower
 
 OnRound = Callable[[RoundRecord], None]
 _LOST_SECONDS = 3.0  # less than the 5 after which Flower would end the process with its own code
@@ -131,17 +131,6 @@ def _held(directory: Path) -> Generator[None]:
         time.sleep(_LOOK_SECONDS / 10)
     with only_one(directory / LOCK, f"{directory} is in use already"):
         yield
-
-
-def environment(directory: Path) -> dict[str, str]:
-    """Return the environment of a party's processes, with Flower's files in its directory."""
-    return {
-        **os.environ,
-        "FLWR_HOME": str(directory / "flower"),
-        # A letter that the locale lacks, such as ε, must not end a party.
-        "PYTHONIOENCODING": "utf-8:backslashreplace",
-        **QUIET,
-    }
 
 
 def describe_untested() -> list[str]:
