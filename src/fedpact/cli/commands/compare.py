@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,10 +77,9 @@ def compare(
     _check_files(configs or [])
     # Overrides of settings go to the chosen algorithms that have them.
     whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
-    firsts = [text.partition(",")[0] for text in sweeps if not text.startswith("settings.")]
-    firsts += [text.partition(":")[0] for text in ranges if not text.startswith("settings.")]
+    varied = [text for text in (*sweeps, *ranges) if not text.startswith("settings.")]
     for config in configs or [None]:
-        check_keys(config, [*whole, *firsts])
+        check_keys(config, [*whole, *(re.split("[,:]", text)[0] for text in varied)])
     from fedpact.report.comparison import document
     from fedpact.studies.compare import comparison_folder, read_plans
     from fedpact.studies.search import draw_points, search
