@@ -246,13 +246,13 @@ def run_cli(*arguments):
 
 
 def test_the_command_writes_its_input_and_status_reads_it(tmp_path):
-    where = tmp_path / "d"
+    where = tmp_path / "d[b]"  # no markup
     told = run_cli(
         *("init", where, "--set", "rounds=2", "--set", "sites=2", "--port", "9443"),
         *("--host", "localhost", "--test-seeds"),
     )
     found = Federation.read(where / "server" / "federation.toml")
-    assert found.run in told
+    assert f"{where}: run {found.run}" in told
     assert found.address == "localhost:9443"
     assert found.seeds == "test"
     status = json.loads(run_cli("status", where, "--json"))

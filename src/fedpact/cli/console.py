@@ -54,19 +54,19 @@ def print_run(run: "RunSummary", page: Path | None) -> None:
         )
     # Not wrapped: a path must stay whole to be opened.
     if page is not None:
-        console.print(Text(str(page)), soft_wrap=True)
+        console.print(str(page), soft_wrap=True)
 
 
 def wide_console() -> Console:
     """Return a console for tables: a pipe, which has no width, gets each row on one line."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else 200
     return console
 
 
-def plain_console() -> Console:
-    """Return a console that prints lines whole and colours no numbers."""
-    return Console(highlight=False, soft_wrap=True)
+def plain_console(**options: Any) -> Console:
+    """Return a console that prints lines whole and as they are. options: of rich's Console."""
+    return Console(highlight=False, soft_wrap=True, markup=False, **options)
 
 
 class StopOnInterrupt:

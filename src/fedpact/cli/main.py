@@ -18,7 +18,7 @@ import click
 import typer
 
 from fedpact.cli import commands
-from fedpact.cli.console import Group
+from fedpact.cli.console import Group, plain_console
 from fedpact.common.errors import FedpactError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -84,11 +84,7 @@ def _top(
 
 
 def _end(why: str, code: int = 2) -> NoReturn:
-    from rich.console import Console
-
-    Console(stderr=True, soft_wrap=True, highlight=False).print(
-        f"fedpact: {why}", style="red", markup=False
-    )
+    plain_console(stderr=True).print(f"fedpact: {why}", style="red")
     sys.exit(code)
 
 

@@ -284,7 +284,7 @@ def _print(document: dict[str, Any], answers: list[dict[str, Any]], per_person: 
         for row in answers
     ]
     columns = ("ε", *person, "δ", "q", "σ", "releases", "accountant")
-    console, title = Console(), f"({solved} is computed)"
+    console, title = Console(markup=False), f"({solved} is computed)"
     print_table(console, columns, rows, title=title, title_justify="left", box=None)
     if solved == "steps" and not any(row["steps"] for row in answers):
         console.print(
@@ -305,7 +305,7 @@ def _print(document: dict[str, Any], answers: list[dict[str, Any]], per_person: 
             title = f" ({_name(row)})" if len(answers) > 1 else ""
             console.print(f"\nTrying {row['tuned']['runs']} settings{title}:")
             for line in row["tuned"]["holds_for"]:
-                console.print(f"- {line}", markup=False)
+                console.print(f"- {line}")
 
 
 def _bound(epsilon: float | None) -> str:

@@ -163,10 +163,10 @@ def _print(
         "confidence; the sensitivity is measured exactly, without noise."
     )
     for check in found:
-        out.print(f"{check.method:<11} {check.text}", markup=False)
+        out.print(f"{check.method:<11} {check.text}")
     if untested:
         out.print(f"noise       skipped: {untested}")
     good = document["passed"]
     out.print("no attack contradicts the claim" if good else "THE CLAIM IS WRONG")
     if run is not None:
-        out.print(f"{run / 'audit.json'}, shown in {run / 'report.html'}", markup=False)
+        out.print(f"{run / 'audit.json'}, shown in {run / 'report.html'}")

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from fedpact.cli.console import INTERRUPTED, AsJson, StopOnInterrupt, show, wide_console
+from fedpact.cli.console import (
+    INTERRUPTED,
+    AsJson,
+    StopOnInterrupt,
+    plain_console,
+    show,
+    wide_console,
+)
 from fedpact.cli.reference import check_keys
 from fedpact.common import check
 from fedpact.common.errors import InputError
@@ -91,7 +97,7 @@ def compare(
             check_file(option, file)
     plans, sweep = read_plans(configs or [], chosen, overrides), read_sweeps(sweeps)
     folder = check_out(out or comparison_folder())
-    console = Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True)
+    console = plain_console(stderr=True, quiet=as_json)
     points = draw_points(plans, ranges, draws)
     entries, _ = expand_sweep(plans, {} if points else sweep)
     console.print(_how_many(len(entries), len(points), seeds) + f", in {folder}")
@@ -171,8 +177,8 @@ class _News:
             self._ended += 1
             self.failed += news.failed is not None
             said = "FAILED: " + news.failed if news.failed else "ended"
-            text = Text(f"{name}: {said}{self._left()}")
-            self._console.print(text, style="red" if news.failed is not None else None)
+            style = "red" if news.failed is not None else None
+            self._console.print(f"{name}: {said}{self._left()}", style=style)
             return
         if news.joining is not None:
             site, at, of = news.joining
@@ -185,7 +191,7 @@ class _News:
         now = time.monotonic()
         if now - self._told.get((news.job, what), -math.inf) >= _BETWEEN_LINES:
             self._told[news.job, what] = now
-            self._console.print(Text(f"{name}: {what} {told}"))
+            self._console.print(f"{name}: {what} {told}")
 
     def _left(self) -> str:
         if not self._ended < self._total:
@@ -203,7 +209,7 @@ def _print(comparison: Comparison) -> None:
     out = wide_console()
 
     def tell(line: str, style: str = "") -> None:
-        out.print(Text(line, style=style), soft_wrap=True)
+        out.print(line, style=style, soft_wrap=True)
 
     report.comparison_table(comparison).print(out, f"comparison {comparison.folder}")
     for key in comparison.swept:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from fedpact.cli.console import AsJson, group, show
+from fedpact.cli.console import AsJson, group, plain_console, show
 from fedpact.common.errors import DataError
 from fedpact.common.format import counted
 from fedpact.common.notebook import print_table
@@ -127,7 +127,7 @@ def download(
 
     def tell() -> None:
         for name, new in fetched.items():
-            Console().print(
+            plain_console().print(
                 f"{name}: {counted(len(new), 'file')} fetched into {download.data_dir() / name}"
             )
 

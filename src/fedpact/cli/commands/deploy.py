@@ -106,7 +106,7 @@ def _tell_next(
         instead = "only the public server/test.npz" if public else "no records"
         more = plan.evaluation.why_unreleased
         told = f"The server will evaluate the model on {instead}. {more}."
-        plain_console().print(told, markup=False)
+        plain_console().print(told)
 
 
 @app.command()
@@ -149,16 +149,16 @@ def approve(
     from fedpact.deployment.check import check_site
 
     out = plain_console()
-    out.print(approval.describe(directory), markup=False)
+    out.print(approval.describe(directory))
     found = check_site(directory)
     print_cost(found)
     if found.remarks:
         out.print("\nLook at these in your records first:")
     for remark in found.remarks:
-        out.print(f"- {remark}", markup=False)
+        out.print(f"- {remark}")
     if by is None:
         for problem in found.problems:
-            out.print(f"It cannot start: {problem}", style="red", markup=False)
+            out.print(f"It cannot start: {problem}", style="red")
     else:
         refuse(found)
     state = approval.read_approvals(directory) if by is None else approval.approve(directory, by)
@@ -175,7 +175,7 @@ def health(
     from fedpact.deployment.flower.health import find_outage
 
     if fault := find_outage(directory):
-        plain_console().print(fault, markup=False)
+        plain_console().print(fault)
         raise typer.Exit(1)
 
 
@@ -297,7 +297,7 @@ def model(
     from fedpact.deployment.final_model import FinalModel
 
     place = FinalModel.of(directory).bring(source)
-    plain_console().print(f"{place}: use it with `fedpact predict {directory} FILE`", markup=False)
+    plain_console().print(f"{place}: use it with `fedpact predict {directory} FILE`")
 
 
 def _approve_all(sites: Sequence[Path], yes: bool) -> None:
@@ -305,7 +305,7 @@ def _approve_all(sites: Sequence[Path], yes: bool) -> None:
 
     waiting = [where for where in sites if approval.read_approvals(where).missing]
     for where in waiting:
-        plain_console().print(approval.describe(where), markup=False)
+        plain_console().print(approval.describe(where))
     if waiting and not yes:
         typer.confirm(
             f"Approve this for {counted(len(waiting), 'site')} as {getuser()}?", abort=True
@@ -326,8 +326,8 @@ def _follow(directory: Path, here: local.Parties) -> None:
         # In this order, so that the server's last round is not missed.
         ended = {name for name in places if not here.runs(name)}
         for name in sorted(ended - told):
-            out.print(f"{name} {local.describe_end(here.exit_code(name))}", markup=False)
-            out.print(f"  its last line: {local.last_log_lines(directory, name)}", markup=False)
+            out.print(f"{name} {local.describe_end(here.exit_code(name))}")
+            out.print(f"  its last line: {local.last_log_lines(directory, name)}")
         told |= ended
         last = local.last_round(places[local.SERVER])
         if last is not None and last["round"] != seen:
@@ -361,7 +361,7 @@ def _print(found: dict[str, Any]) -> None:
     at = "" if last is None else "; " + describe_round(RoundRecord(**last))
     out.print(f"run {found['run']}: {found['status']}{at}")
     for told in found["released"]:
-        out.print(f"as the sites released it, {told}", markup=False)
+        out.print(f"as the sites released it, {told}")
     rows = [
         (name, "runs" if runs else "-", *_spend(found["ledgers"].get(name), found["run"]))
         for name, runs in found["running"].items()
@@ -376,7 +376,7 @@ def _print(found: dict[str, Any]) -> None:
     print_table(out, columns, rows)
     if found["status"] in ("not ended", "known to the server"):
         for name, words in found["ended"].items():
-            out.print(f"{name} has ended: {words}", markup=False)
+            out.print(f"{name} has ended: {words}")
     if found["own_figures"]:
         _print_own(out, found["own_figures"])
     out.print(f"(ε, δ), adjacency: {found['adjacency']}; accountant best of PLD and RDP.")

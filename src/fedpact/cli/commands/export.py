@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fedpact.cli.console import AsJson, show
+from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.files import check_file, write_whole
 
 
@@ -34,7 +33,7 @@ def export(
     if out is not None:
         write_whole(out, text.encode(), private=False)
     for warning in facts.warnings:
-        Console(stderr=True, highlight=False, quiet=as_json).print(warning, markup=False)
+        plain_console(stderr=True, quiet=as_json).print(warning)
     wrote = {} if out is None else {"file": str(out)}
 
     def tell() -> None:

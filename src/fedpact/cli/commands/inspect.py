@@ -39,7 +39,7 @@ def inspect(
     document = {"draft": text, "columns": [asdict(one) for one in columns]}
 
     def both() -> None:
-        print_columns(columns, Console(stderr=True, highlight=False, soft_wrap=True))
+        print_columns(columns, plain_console(stderr=True))
         print(text, end="")
 
     show(document, as_json, both)
@@ -67,9 +67,9 @@ def check_before_start(directory: Path) -> None:
         if one.problems:
             print_check(one)
         else:
-            plain_console().print(_line(one), markup=False)
+            plain_console().print(_line(one))
             for remark in one.remarks:
-                plain_console().print(f"  {remark}", markup=False)
+                plain_console().print(f"  {remark}")
     if bad := [one.site for one in found if one.problems]:
         raise FedpactError(
             f"no party was started: {', '.join(bad)} cannot start, for the reasons above. Nothing "
@@ -114,24 +114,24 @@ def refuse(found: SiteCheck) -> None:
 def print_check(found: SiteCheck) -> None:
     """Print a site's check."""
     out = plain_console()
-    out.print(f"site {found.site}, run {found.run}: {found.file}", markup=False)
+    out.print(f"site {found.site}, run {found.run}: {found.file}")
     others = [name for name in found.unexpected if name not in found.renamed.values()]
     if others:
-        out.print(f"undeclared columns, ignored: {', '.join(others)}", markup=False)
+        out.print(f"undeclared columns, ignored: {', '.join(others)}")
     if found.columns:
         print_columns(found.columns, out)
     if found.records:
         _print_records(found)
     print_cost(found)
     for remark in found.remarks:
-        out.print(f"note: {remark}", markup=False)
+        out.print(f"note: {remark}")
     if found.mends:
         told = "lines for [columns] of site.toml that may mend this; read each of them:"
-        out.print(told, markup=False)
+        out.print(told)
         for line in found.mends:
-            out.print(f"  {line}", markup=False)
+            out.print(f"  {line}")
     for problem in found.problems:
-        out.print(f"problem: {problem}", style="red", markup=False)
+        out.print(f"problem: {problem}", style="red")
     ready = "ready to start, once it is approved" if found.approvals else "ready to start"
     bad = bool(found.problems)
     out.print("cannot start" if bad else ready, style="red" if bad else "green")
@@ -157,10 +157,10 @@ def _print_records(found: SiteCheck) -> None:
     if found.left_out:
         rows = [(column or "the record", why, f"{n:,}") for column, why, n in found.left_out]
         print_table(out, ("left out by column", "reason", "records"), rows)
-    out.print(_line(found), markup=False)
+    out.print(_line(found))
     if found.classes:
         told = ", ".join(f"{name} {count:,}" for name, count in found.classes.items())
-        out.print(f"classes: {told}", markup=False)
+        out.print(f"classes: {told}")
 
 
 def print_cost(found: SiteCheck) -> None:
@@ -180,7 +180,7 @@ def print_cost(found: SiteCheck) -> None:
             f"{upper(found.epsilon_ever)} that policy.toml allows over all runs, so {number(left)} "
             "remain after this one"
         )
-    out.print(f"{told}.", markup=False)
+    out.print(f"{told}.")
     if found.seconds is not None:
         out.print(
             f"time: about {duration(found.seconds)} per round on this machine "

@@ -62,7 +62,7 @@ def verify(
     console.show(
         {"intact": True, "entries": checked, "unreadable_last_line": torn},
         as_json,
-        lambda: plain_console().print("\n".join(lines), markup=False),
+        lambda: plain_console().print("\n".join(lines)),
     )
 
 
@@ -121,7 +121,7 @@ def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
     console.show(
         {"intact": True, "signatures": checked},
         as_json,
-        lambda: plain_console().print("\n".join(lines), markup=False),
+        lambda: plain_console().print("\n".join(lines)),
     )
 
 
@@ -205,10 +205,10 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
         )
     for path, each in receipts.items():
         if each["unreadable_last_line"]:
-            out.print(f"{path} has {_TORN}", markup=False)
+            out.print(f"{path} has {_TORN}")
     first = next(iter(receipts.values()))
     if len(receipts) == 1:
-        out.print(first["sentence"], markup=False)
+        out.print(first["sentence"])
     out.print(
         f"(ε, δ), {first['adjacency']}, accountant {first['accountant']}; covers "
         f"{first['covers']}. Runs on the same records add up. {_of_persons(receipts)}"

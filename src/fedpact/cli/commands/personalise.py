@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import PlanError
@@ -44,14 +42,14 @@ def personalise(
         )
     from fedpact.simulation.simulate import of_run
 
-    console, seen = Console(stderr=True), count(1)
+    console, seen = plain_console(stderr=True), count(1)
     with console.status("training each site on its own") as status:
 
         def tell(site: str, of: int) -> None:
             line = f"{site}: site {next(seen)} of {of}"
             status.update(line)
             if not console.is_terminal:
-                console.print(line, markup=False)
+                console.print(line)
 
         document = of_run(directory, on_site=tell)
     run = read_run(directory)
@@ -77,8 +75,8 @@ def _print_run(run: RunSummary) -> None:
 
     out = plain_console()
     joining_table(joining_rows([run])).print(out)
-    out.print(Text(f"{JOINING_NOTE}. Simulator only."))
-    out.print(Text(summarise_joining([run]) or ""))
+    out.print(f"{JOINING_NOTE}. Simulator only.")
+    out.print(summarise_joining([run]) or "")
 
 
 def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
@@ -101,6 +99,6 @@ def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
         "Each record is evaluated by models that were not trained on it, except the federated "
         "one, which was, under its ε."
     )
-    out.print(Text(figures.advice))
-    out.print(Text(describe_joining({site: figures.gain}, "for this run")))
-    out.print(Text(f"{file}: NOT PRIVATE, keep it here" if file else "no model was written"))
+    out.print(figures.advice)
+    out.print(describe_joining({site: figures.gain}, "for this run"))
+    out.print(f"{file}: NOT PRIVATE, keep it here" if file else "no model was written")

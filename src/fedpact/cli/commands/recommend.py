@@ -131,7 +131,7 @@ def _print(asked: Circumstances, found: Recommendation, out: Path | None) -> Non
 
     console = plain_console()
     if out is None:
-        console.print(found.toml(), markup=False)
+        console.print(found.toml())
     else:
         run = "" if asked.size else f"; run it with `fedpact run {quote(str(out))}`"
         console.print(f"Wrote {out}{run}.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from fedpact.cli.console import (
     INTERRUPTED,
@@ -18,6 +19,7 @@ from fedpact.cli.console import (
     Engine,
     Overrides,
     StopOnInterrupt,
+    plain_console,
     print_run,
     show,
 )
@@ -65,8 +67,8 @@ def resume(
     ended = (folder / "summary.json").exists()
     if ended and (status := found.read_json("summary.json")["status"]) not in RESUMABLE:
         more = f" `fedpact extend {folder} --rounds N` trains it further." * (status != "diverged")
-        Console(stderr=True, quiet=as_json, highlight=False, soft_wrap=True).print(
-            f"The run has ended ({status}), so there is nothing to resume.{more}", markup=False
+        plain_console(stderr=True, quiet=as_json).print(
+            f"The run has ended ({status}), so there is nothing to resume.{more}"
         )
     _carry_out(Plan.parse(found.read_json("plan.json")), folder, engine, as_json)
 
@@ -115,7 +117,7 @@ def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool
     from fedpact.report.run_summary import read_run
 
     # Standard output is for the JSON document, so progress goes where people look: the terminal.
-    console = Console(stderr=True, quiet=as_json)
+    console = plain_console(stderr=True, quiet=as_json)
     asked = StopOnInterrupt(console)
     live = _Live(plan, folder, console)
     with live.status:
@@ -162,9 +164,9 @@ class _Live:
         line = f"round {record.round}/{self._plan.rounds}  {fares}  {metrics}"
         line += f"  {self._privacy(record)}  {size(self._sent)}{self._left(record.round)}"
         if self._console.is_terminal:
-            self.status.update(line)
+            self.status.update(Text(line))
         else:
-            self._console.print(line, soft_wrap=True)
+            self._console.print(line)
 
     def _privacy(self, record: RoundRecord) -> str:
         if not self._plan.private:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 
 from fedpact.cli import reference
-from fedpact.cli.console import AsJson, Overrides, show
+from fedpact.cli.console import AsJson, Overrides, plain_console, show
 from fedpact.cli.reference import Key, KeyTable
 from fedpact.common.configuration import read_configuration
 from fedpact.common.errors import InputError
@@ -167,7 +167,7 @@ def _names(keys: Sequence[Key]) -> str:
 
 def _print(table: KeyTable) -> None:
     told = f"{_heading(table.name)}  {table.about}".strip()
-    Console(highlight=False).print(told, markup=False, style="bold")
+    plain_console().print(told, style="bold")
     rows = [
         (
             key.last,
