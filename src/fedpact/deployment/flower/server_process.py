@@ -125,8 +125,9 @@ def serve_app(grid: "Grid", directory: Path) -> None:
     with only_one(directory / LOCK, f"{directory} is in use already"):
         coordinator = Coordinator.of(directory)
         over = cast(PromptGrid, AppGrid(grid, coordinator.federation))
-        summary = coordinate(coordinator, over, lambda record: print(describe_round(record)))
-        print(f"ended: {summary['status']}")
+        tell = partial(print, flush=True)
+        summary = coordinate(coordinator, over, lambda record: tell(describe_round(record)))
+        tell(f"ended: {summary['status']}")
 
 
 def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str, Any]:
