@@ -221,13 +221,12 @@ def test_an_owner_who_has_not_declared_it_releases_none(evaluated):
     policy = evaluated / "policy.toml"
     text = policy.read_text()
     assert "evaluation_epsilon_per_run = 4.0" in text
-    for line in ("evaluation_epsilon_per_run = 4.0\n", "evaluation_delta_per_run = 1e-05\n"):
+    lines = "evaluation_epsilon_per_run = 4.0\n", "evaluation_delta_per_run = 1e-05\n"
+    for line in lines:
         policy.write_text(text.replace(line, ""))
         with pytest.raises(PlanError, match="both or none"):
             Site(evaluated)
-    policy.write_text(
-        text.replace("evaluation_epsilon_per_run = 4.0\nevaluation_delta_per_run = 1e-05\n", "")
-    )
+    policy.write_text(text.replace(lines[0], "").replace(lines[1], ""))
     with pytest.raises(PolicyRefused, match="evaluation_epsilon_per_run"):
         Site(evaluated)
     policy.write_text(
