@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import counted, percent, toml, toml_key
-from fedpact.common.losses import UNLABELLED
 from fedpact.data.schema import RecordForm
 
 _logger = logging.getLogger("fedpact")
@@ -95,20 +94,19 @@ class RecordFilter:
         """Say of which columns more than half of the used records' values were set to a bound, or
         more than `most` if that is more; "" if there is none. A text that is cut is no such value.
         """
-        good, of = self.good, Counter[str]()
-        of.update(
+        good = self.good
+        beyond = Counter(
             column
             for (column, row), (why, _) in self._clamped.items()
             if good[row] and why in (BEYOND, BEYOND_LABELS)
         )
         used = int(good.sum())
-        told = [
+        return "; ".join(
             f"column {column}: {count:,} of {used:,} values are beyond the declared range, and "
             "would be set to its nearer end"
-            for column, count in of.most_common()
+            for column, count in beyond.most_common()
             if count > max(0.5, most) * used
-        ]
-        return "; ".join(told)
+        )
 
     def leave_out(self, row: int, column: str, why: str, value: Any = None) -> None:
         """Leave a record out. row: from 0. column: or "". why: as MISSING. value: or None.
@@ -163,10 +161,7 @@ class RecordFilter:
         ]
 
     def warn(self, *, values: bool) -> None:
-        """Tell the records' owner, on this machine and nowhere else.
-
-        values: the owner runs this program, and is warned of broken lines; all else is logged.
-        """
+        """Tell the records' owner, on this machine alone; with values: they run this program."""
         for broken, paragraph in self.paragraphs(values=values):
             if broken and values:
                 warnings.warn_explicit(paragraph, UserWarning, self.origin, 0)
@@ -190,7 +185,6 @@ class RecordFilter:
 
 
 def _by_reason(faults: _Faults) -> list[tuple[str, str, dict[int, Any]]]:
-    """Return (column or "", why, row -> value), the most frequent first."""
     found = defaultdict[tuple[str, str], dict[int, Any]](dict)
     for (column, row), (why, value) in faults.items():
         found[column, why][row] = value
@@ -199,7 +193,6 @@ def _by_reason(faults: _Faults) -> list[tuple[str, str, dict[int, Any]]]:
 
 
 def _quoted(value: Any) -> str:
-    """Return " = " and a value as it was given, of a long one its beginning; "" for none."""
     if value is None:
         return ""
     whole = repr(value.item() if isinstance(value, np.generic) else value)
@@ -281,8 +274,8 @@ class Dataset:
     next: whether a token's label is the next token's, as schema.LabelForm has it.
     form: the declaration that the records were checked against; None after a replacement.
 
-    Raises DataError: lengths or shapes that do not fit, a value that is NaN or
-    infinite, a label out of range, or a name with control characters.
+    Whoever makes one has checked its numbers and labels; see data.load. Raises DataError: a class
+    named twice, x_test of another shape than x, or a name with control characters.
     """
 
     name: str
@@ -309,24 +302,11 @@ class Dataset:
                 "twice; name every class once"
             )
         self._check_names()
-        self._check_pair("x", self.x, "y", self.y)
-        if (self.x_test is None) != (self.y_test is None):
+        if self.x_test is not None and self.x_test.shape[1:] != self.x.shape[1:]:
             raise DataError(
-                f"data set {self.name}: only one of x_test and y_test is given: give both or none"
+                f"data set {self.name}: a record of x has shape {tuple(self.x.shape[1:])}, one "
+                f"of x_test {tuple(self.x_test.shape[1:])}: expected equal shapes"
             )
-        if self.x_test is not None and self.y_test is not None:
-            self._check_pair("x_test", self.x_test, "y_test", self.y_test)
-            if self.x_test.shape[1:] != self.x.shape[1:]:
-                raise DataError(
-                    f"data set {self.name}: a record of x has shape {tuple(self.x.shape[1:])}, one "
-                    f"of x_test {tuple(self.x_test.shape[1:])}: expected equal shapes"
-                )
-        for role, names in (("site", self.site), ("person", self.person)):
-            if names is not None and len(names) != len(self.y):
-                raise DataError(
-                    f"data set {self.name}: {role} has {len(names)} entries for {len(self.y)} "
-                    f"records: give one {role} name a record"
-                )
 
     @property
     def kind(self) -> str:
@@ -371,62 +351,6 @@ class Dataset:
                     f"data set {self.name} has a {role} {strange[0]!a}: expected a name without "
                     "control characters, which a terminal obeys; rename it"
                 )
-
-    def _check_pair(self, x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
-        for name, tensor, dtypes in (
-            (x_name, x, (torch.float32, torch.int64)),
-            (y_name, y, (torch.int64, torch.float32)),
-        ):
-            if tensor.dtype not in dtypes:
-                raise DataError(
-                    f"data set {self.name}: {name} has type {tensor.dtype}: expected "
-                    f"{' or '.join(map(str, dtypes))}; data.from_arrays converts any two arrays"
-                )
-        if x.ndim < 2 or y.ndim < 1 or len(x) != len(y) or 0 in x.shape[1:]:
-            raise DataError(
-                f"data set {self.name}: {x_name} has shape {tuple(x.shape)} and {y_name} "
-                f"{tuple(y.shape)}: expected [n, ...] and [n] with equal n and at least one "
-                "feature; a single feature is a column, reshape(-1, 1)"
-            )
-        self._check_values(x_name, x)
-        self._check_labels(y_name, y)
-
-    def _check_values(self, name: str, x: Tensor) -> None:
-        # The extremes show every NaN and infinity, in a seventh of the time of a mask.
-        if (
-            not x.is_floating_point()
-            or not len(x)
-            or bool(torch.stack(x.aminmax()).isfinite().all())
-        ):
-            return
-        good = torch.isfinite(x)
-        first = (~good).nonzero()[0].tolist()
-        column = first[1] if len(first) == 2 else tuple(first[1:])
-        raise DataError(
-            f"data set {self.name}: {int((~good).sum())} values of {name} are NaN or infinite, the "
-            f"first in row {first[0]}, column {column} (counted from 0): remove those "
-            "records, or replace the values by a constant declared beforehand"
-        )
-
-    def _check_labels(self, name: str, y: Tensor) -> None:
-        if y.is_floating_point():
-            good = bool(((y >= -1) & (y <= 1)).all()) and y.shape[1:] in ((), (len(self.classes),))
-            if not good:
-                raise DataError(
-                    f"data set {self.name}: {name} has shape {tuple(y.shape)} for "
-                    f"{len(self.classes)} labels: expected numbers from -1 to 1, [n] or [n, labels]"
-                )
-            return
-        bad = ~((y >= 0) & (y < len(self.classes)))
-        if y.ndim > 1:
-            bad &= y != UNLABELLED
-        if bool(bad.any()):
-            raise DataError(
-                f"data set {self.name}: {int(bad.sum())} labels of {name} are out of range, the "
-                f"first in row {int(bad.nonzero()[0])} (counted from 0): expected integers "
-                f"0..{len(self.classes) - 1} for {len(self.classes)} classes; correct them, or "
-                "name all classes"
-            )
 
 
 def with_columns(data: Dataset, form: RecordForm) -> Dataset:
