@@ -2,8 +2,8 @@
 
 How a cell is read follows from that cell alone: no other record changes it, not even one with a
 missing cell. So a CSV is split record by record, and a column of whole numbers never becomes one of
-floats. Floats of 16 or 32 bits stay so in NumPy, as their type says how large a whole number they
-can hold.
+floats. Numbers of an array or of Parquet stay NumPy's, as their type says how large a whole number
+they can hold.
 
 A fault of the file as a whole, such as its columns, is an error. A fault of a record leaves that
 record out. An error never quotes a value.
@@ -40,72 +40,29 @@ _NARROW: Final = {
 """What tables from Python call the types of floats that Python's own floats do not tell."""
 
 
-@dataclass(frozen=True, eq=False)
-class NumberCells(Sequence[Any]):
-    """Cells of one numeric type: values [n], and a mask of missing ones, bool [n].
-
-    A cell is a Python number, or a float of 16 or 32 bits; None if it is missing.
-    """
-
-    values: np.ndarray
-    missing: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return NumberCells(self.values[place], self.missing[place])
-        if self.missing[place]:
-            return None
-        value = self.values[place]
-        return value if self._narrow else value.item()
-
-    def __iter__(self) -> Iterator[Any]:
-        cells = list(self.values) if self._narrow else self.values.tolist()
-        if not self.missing.any():
-            return iter(cells)
-        return (None if m else v for v, m in zip(cells, self.missing.tolist(), strict=True))
-
-    def floats(self) -> np.ndarray:
-        """Return the cells as float64 [n], NaN for missing ones."""
-        found = self.values.astype(np.float64)
-        found[self.missing] = np.nan
-        return found
-
-    @property
-    def _narrow(self) -> bool:
-        return self.values.dtype.kind == "f" and self.values.dtype.itemsize < 8
-
-
 def arrow_cells(column: Any) -> Cells:
     """Return the cells of an Arrow Array or ChunkedArray; None for unreadable ones."""
     import pyarrow
     from pyarrow import types
 
-    def is_number(kind: Any) -> bool:
-        # Not what NumPy may take for one: nanoseconds since 1970 are no feature.
-        return types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
-
     if not isinstance(column, pyarrow.ChunkedArray):
         column = pyarrow.chunked_array([column])
-    if types.is_dictionary(column.type) and is_number(column.type.value_type):
-        column = column.cast(column.type.value_type)
-    if not is_number(column.type):
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    if not (types.is_integer(kind) or types.is_floating(kind)):
         return [_arrow_cell(one) for one in column]
-    missing = column.is_null().to_numpy()
-    if column.null_count:
-        column = column.fill_null(pyarrow.scalar(0).cast(column.type))
-    return NumberCells(column.to_numpy(), missing)
+    column = column.cast(kind)
+    missing = column.is_null().to_numpy().tolist()
+    values = column.fill_null(pyarrow.scalar(0).cast(kind)).to_numpy()
+    return [None if m else value for value, m in zip(values, missing, strict=True)]
 
 
-def cells_of(column: Any, declared: Any = None) -> list[Any]:
+def cells_of(column: Any, declared: Any = None) -> Cells:
     """Return the cells of a Python column: a list, array, tensor or data frame column.
 
     declared: the name of its type, if the column has none.
     """
     if type(column).__module__.partition(".")[0] == "pyarrow":
-        return list(arrow_cells(column))
+        return arrow_cells(column)
     if isinstance(column, Tensor) and column.ndim == 1:
         column = column.detach().cpu().numpy()
     cells = [v.item() if isinstance(v, Tensor) and not v.ndim else v for v in column]
@@ -212,10 +169,18 @@ def alike_names(
     return [group for group in alike.values() if len(group) > 1]
 
 
+_NUMBERS: Final = {
+    *(float, int, bool, type(None)),
+    *(np.dtype(code).type for code in np.typecodes["AllInteger"] + "efd"),
+}
+"""Types that numpy converts to float64 as float does; not times, which are no features."""
+
+
 def to_numbers(cells: Cells) -> np.ndarray:
     """Return cells as float64 [n]: 1 and 0 for true and false, also as words; NaN otherwise."""
-    if isinstance(cells, NumberCells):
-        return cells.floats()
+    if {*map(type, cells)} <= _NUMBERS:
+        with suppress(OverflowError):  # of a whole number beyond any float
+            return np.array(cells, np.float64)
     from pandas import to_numeric
 
     found, texts = np.full(len(cells), math.nan), dict[int, str]()

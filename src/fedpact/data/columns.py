@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedpact.common.errors import DataError, nearest
 from fedpact.common.format import list_some, toml, toml_key
-from fedpact.data.cells import Cells, NumberCells, find_named, to_numbers
+from fedpact.data.cells import Cells, find_named, to_numbers
 
 _ALIKE: Final = 0.6
 """Names whose difflib ratio is at least this, its own default, may mean one column."""
@@ -74,10 +74,8 @@ class FileColumn(BaseModel):
             return [find_named(cell, self.values, cell) for cell in cells]
         if not self.scaled:
             return cells
-        if isinstance(cells, NumberCells):
-            with np.errstate(over="ignore"):
-                return NumberCells(cells.floats() * self.factor + self.offset, cells.missing)
-        converted = (to_numbers(cells) * self.factor + self.offset).tolist()
+        with np.errstate(over="ignore"):
+            converted = (to_numbers(cells) * self.factor + self.offset).tolist()
         return [
             cell if math.isnan(number) else number
             for cell, number in zip(cells, converted, strict=True)

@@ -31,7 +31,6 @@ from fedpact.data.cells import (
     SUFFIXES,
     Cells,
     Columns,
-    NumberCells,
     cells_of,
     index_of,
     read_columns,
@@ -245,8 +244,7 @@ def _with_arrays(
     if column is None and shape not in (None, (1,)) and len(given) == 1:
         # Nor does the first entry of an otherwise empty column of arrays.
         ((name, cells),) = given.items()
-        unknown = not isinstance(cells, NumberCells) and all(cell is None for cell in cells)
-        column = name if unknown else None
+        column = name if all(cell is None for cell in cells) else None
     if column is None or numbers or is_tokens(table.features):
         return table
     if len(given) > 1:
@@ -292,7 +290,7 @@ def _pair_of(
 
 def _holds_arrays(cells: Cells) -> bool:
     """Whether a column has an array or an image in each cell."""
-    first = None if isinstance(cells, NumberCells) else next((c for c in cells if c is not None), 0)
+    first = next((c for c in cells if c is not None), 0)
     kinds = (Sequence, np.ndarray, Tensor)
     array = isinstance(first, kinds) and not isinstance(first, str | bytes)
     return array or hasattr(first, "getbands") or _is_stored(first)

@@ -16,7 +16,6 @@ import numpy as np
 from fedpact.common.format import list_some, number, percent
 from fedpact.data.cells import (
     Cells,
-    NumberCells,
     find_named,
     is_blank,
     is_missing,
@@ -87,7 +86,7 @@ class ColumnCells:
     """
 
     name: str
-    cells: Cells
+    cells: Cells | np.ndarray
     x: np.ndarray
     blank: np.ndarray
     words: Mapping[int, str]
@@ -95,12 +94,10 @@ class ColumnCells:
     @staticmethod
     def of(name: str, cells: Cells | np.ndarray) -> "ColumnCells":
         """Read the cells [n] of a column."""
-        if isinstance(cells, np.ndarray):
-            text, missing = cells.dtype.kind == "U", np.zeros(len(cells), bool)
-            return ColumnCells.of(name, cells.tolist() if text else NumberCells(cells, missing))
-        x = to_numbers(cells)
-        told = isinstance(cells, NumberCells)
-        blank = np.isnan(x) if told else np.array([is_blank(cell) for cell in cells], bool)
+        if isinstance(cells, np.ndarray) and cells.dtype.kind != "U":
+            x, blank = cells.astype(np.float64), np.isnan(cells)
+        else:
+            x, blank = to_numbers(cells), np.array([is_blank(cell) for cell in cells], bool)
         odd = np.flatnonzero(~np.isfinite(x) & ~blank).tolist()
         return ColumnCells(name, cells, x, blank, {row: text_of(cells[row]) for row in odd})
 

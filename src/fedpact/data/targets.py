@@ -28,7 +28,7 @@ from fedpact.common.format import list_some
 from fedpact.common.losses import UNLABELLED
 from fedpact.common.params import TOKENS
 from fedpact.data import cells
-from fedpact.data.cells import Cells, NumberCells, is_blank, text_of
+from fedpact.data.cells import Cells, is_blank, text_of
 from fedpact.data.dataset import BEYOND_LABELS, NO_NUMBER, NO_PLACE_LABELLED, RecordFilter
 from fedpact.data.schema import LabelForm, RecordForm
 from fedpact.data.tables import Table
@@ -218,15 +218,9 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
     Raises DataError: another length.
     """
     _check_length(given, sieve, "person")
-    values = given.values if isinstance(given, NumberCells) else given
-    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
-        # Whole numbers of a column are floats once one of them is missing, as numpy and pandas
-        # have it; such as those would round are nobody's without it, too.
-        exact = _exact(float)
-        given = [v if v is None or abs(v) < exact else float(v) for v in list(given)]
     if isinstance(given, np.ndarray):
-        # Floats keep their type, which determines above which number they round.
-        given = list(given) if given.dtype.kind == "f" else cast(list[Any], given.tolist())
+        # Numbers keep their type, which determines above which number they round.
+        given = list(given) if given.dtype.kind in "fiu" else cast(list[Any], given.tolist())
     written = [cells.strip_invisible(text_of(value)) for value in given]
     for row, (name, value) in enumerate(zip(written, given, strict=True)):
         if why := _rounded(name, value):
@@ -246,7 +240,10 @@ def _names_nobody(name: str) -> bool:
 
 def _rounded(name: str, value: Any) -> str:
     """Return how a number was rounded, "" if it was not."""
-    if isinstance(value, float | np.floating):
+    if isinstance(value, float | np.floating | np.integer):
+        # Whole numbers of a column are floats once one of them is missing, as numpy and pandas
+        # have it; such as those would round are nobody's without it, too.
+        value = float(value) if isinstance(value, np.integer) else value
         exact = _exact(type(value))
         return "" if abs(value) < exact else f"is a number that floats round, from {exact:.0f} on"
     if not isinstance(value, str | bytes):
