@@ -6,8 +6,7 @@ Numbers of a thousandth have almost no effect, and noise that fits the bound exc
 
 NAME.toml, next to this file, has [records] for a plan on the data set NAME: ranges, categories and
 replacements for missing values, from the data set's description and general knowledge of such
-measurements. That the columns below add little was also seen on the training records
-(experiments/heart), like other settings of experiments.
+measurements.
 """
 
 import logging
@@ -47,6 +46,8 @@ _MEND: Final = {
 _logger = logging.getLogger("fedpact")
 
 _Tell = Callable[[float], str]
+_Column = tuple[str, ValueRange, Tensor | None]
+"""Name ("" for all together), declaration, and numbers [n], if they may be read."""
 
 
 def advise(
@@ -64,8 +65,8 @@ def advise(
     they may be read, on their owner's machine; declared ranges take precedence. values: whether the
     warning may contain values, or only their power of ten, as in a site's log, which may be shared.
     """
-    tell = _exactly if values else _coarsely
-    columns: list[tuple[str, ValueRange, Tensor | None]] = [("", form, x)]
+    tell: _Tell = "{:.3g}".format if values else _coarsely
+    columns: list[_Column] = [("", form, x)]
     if len(shape) == 1:
         names = features or tuple(map(str, range(shape[0])))
         columns = [
@@ -84,10 +85,6 @@ def advise(
     if x is not None and all(own.scale == "none" for _, own, _ in columns):
         _warn_of_short(origin, x, tell)
     _warn_of_order(origin, columns)
-
-
-def _exactly(far: float) -> str:
-    return f"{far:.3g}"
 
 
 def _coarsely(far: float) -> str:
@@ -116,9 +113,7 @@ def _told_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], te
     return f"{origin}: {what}, and a model may do no better than chance. {_REMEDY}\n\n{lines}"
 
 
-def _warn_of_little(
-    origin: str, columns: Sequence[tuple[str, ValueRange, Tensor | None]], tell: _Tell
-) -> None:
+def _warn_of_little(origin: str, columns: Sequence[_Column], tell: _Tell) -> None:
     """Warn of columns whose scaled variation is small compared with their distance from 0."""
     told = dict[tuple[bool, bool], list[str]]()
     for name, own, x in columns:
@@ -126,7 +121,7 @@ def _warn_of_little(
         looked = scaled or _extent(own) is None
         far = _beside(own, x if looked else None)
         if far > _BESIDE:
-            shown = f"{name} ({tell(far) if looked else _exactly(far)} times)"
+            shown = f"{name} ({tell(far) if looked else f'{far:.3g}'} times)"
             told.setdefault((scaled, looked), []).append(shown)
     for (scaled, looked), alike in told.items():
         _logger.warning(
@@ -136,8 +131,7 @@ def _warn_of_little(
         )
 
 
-def _warn_of_order(origin: str, columns: Sequence[tuple[str, ValueRange, Tensor | None]]) -> None:
-    """Warn of text categories that become numbers in an order nobody has asked for."""
+def _warn_of_order(origin: str, columns: Sequence[_Column]) -> None:
     ordered = [
         name
         for name, own, _ in columns
@@ -189,7 +183,6 @@ def _warn_of_short(origin: str, x: Tensor, tell: _Tell) -> None:
 
 
 def _found(x: Tensor) -> float:
-    """Return the largest magnitude of finite numbers."""
     good = x[x.isfinite()]
     return float(good.abs().max()) if good.numel() else 0.0
 
@@ -205,16 +198,14 @@ def square(form: RecordForm, features: Sequence[str]) -> float:
     A value uniform in -1 .. 1 has a mean square of 1/3, which is assumed if no range is declared; a
     one-hot code has 1.
     """
-    return sum(_square(form.of(name)) for name in features)
-
-
-def _square(own: ValueRange) -> float:
-    if own.scale in ("one-hot", "standard", "released"):
-        return 1.0
-    far = _extent(own)
-    far = 1.0 if far is None else far
-    # Infinite if it exceeds floats, instead of Python's OverflowError.
-    return far * far / 3
+    total = 0.0
+    for own in map(form.of, features):
+        far = _extent(own)
+        far = 1.0 if far is None else far
+        coded = own.scale in ("one-hot", "standard", "released")
+        # Infinite if it exceeds floats, instead of Python's OverflowError.
+        total += 1.0 if coded else far * far / 3
+    return total
 
 
 def _extent(own: ValueRange) -> float | None:
@@ -229,7 +220,6 @@ def _extent(own: ValueRange) -> float | None:
 
 
 def _furthest(own: ValueRange, x: Tensor | None) -> float:
-    """Return the largest magnitude, as declared or as found; 0 if unknown."""
     declared = _extent(own)
     return declared if declared is not None else 0.0 if x is None else _found(x)
 
@@ -246,7 +236,6 @@ def _end(value: float | None) -> str:
     return "..." if value is None else f"{value:g}"
 
 
-# Narrowed arteries show in a history and in an exercise test.
 _LITTLE: Final = ("trestbps scaled", "chol scaled", "fbs", "restecg=1", "restecg=2")
 KNOWN: Final = {
     "adult": (),
@@ -254,7 +243,10 @@ KNOWN: Final = {
     "heart_disease_flamby": _LITTLE,
     "shakespeare": (),
 }
-"""Data set -> those of its columns that are known to say little beside the others."""
+"""Data set -> those of its columns that are known to say little beside the others.
+
+That was also seen on the training records (experiments/heart).
+"""
 
 
 def find_configuration(data: str) -> Path | None:
