@@ -181,54 +181,6 @@ def of_column(tmp_path, cells, name="v"):
     return draft(path, {"label": "y"})[0]
 
 
-def proposed(text):
-    found = tomllib.loads(confirmed(text))["records"]["columns"]["v"]
-    return found["range"]
-
-
-MEASURED = np.random.default_rng(0).normal(37, 0.7, 400).round(1).tolist()
-
-
-def test_neither_a_slip_nor_a_code_stretches_the_range(tmp_path):
-    clean = proposed(of_column(tmp_path, MEASURED))
-    text = of_column(tmp_path, [3700, *MEASURED[:30], *[-999] * 8, *MEASURED[30:], *[9999] * 5])
-    assert proposed(text) == clean
-    assert "-999 in 8 rows" in text
-    assert "9,999 in 5 rows" in text
-    assert "1 value far from the others, 3,700 (row 1)" in text
-
-
-@pytest.mark.parametrize("count", [7, 60])
-def test_a_second_unit_is_pointed_out(tmp_path, count):
-    other = [round(t * 1.8 + 32, 1) for t in MEASURED[:count]]
-    text = of_column(tmp_path, MEASURED + other)
-    assert f"{count} values far from the others" in text
-    assert "another unit?" in text
-    assert proposed(text) == proposed(of_column(tmp_path, MEASURED))
-
-
-@pytest.mark.parametrize("west", [60, 59])
-def test_a_unit_of_one_site_alone_is_told_as_its_own(tmp_path, west):
-    table = pd.DataFrame({"v": MEASURED + [round(t * 1.8 + 32, 1) for t in MEASURED[:60]]})
-    table["clinic"] = ["East"] * (len(table) - west) + ["West"] * west
-    table.to_csv(tmp_path / "t.csv", index=False)
-    text, _ = draft(tmp_path / "t.csv", {"label": None, "site": "clinic", "person": None})
-    assert ("; all of site West): mistakes" in text) == (west == 60)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_usual_columns_have_no_codes(tmp_path, seed):
-    rng = np.random.default_rng(seed)
-    for cells in (
-        rng.integers(0, 2, 300),
-        rng.integers(-3, 4, 300),
-        rng.poisson(2, 300),
-        np.where(rng.random(300) < 0.6, 0, rng.lognormal(7, 1, 300)),
-        rng.uniform(0, 1, 300),
-    ):
-        assert "stand for a missing value" not in of_column(tmp_path, cells.tolist())
-
-
 @pytest.mark.parametrize(
     ("cells", "why"),
     [

@@ -22,7 +22,6 @@ from fedpact.data.cells import (
     conversion,
     read_columns,
     read_npz,
-    text_of,
 )
 from fedpact.data.dataset import RecordFilter
 from fedpact.data.inputs import check_role
@@ -30,7 +29,6 @@ from fedpact.data.schema import RecordForm
 from fedpact.data.summary import (
     ColumnCells,
     ColumnSummary,
-    Unusual,
     describe_codes,
     describe_form,
     summarise_array,
@@ -80,7 +78,6 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
         check_role(f"data file {path}", role, column, table.cells)
     columns, broken = {n: ColumnCells.of(n, some) for n, some in table.cells.items()}, table.broken
     label, found = roles.get("label"), [one.summary() for one in columns.values()]
-    sites = [text_of(cell) for cell in table.cells.get(roles.get("site") or "", ())]
     features = [one for one in found if one.name not in roles.values()]
     dropped = {one.name: why for one in features if (why := _unusable(one, columns[one.name]))}
     lines = [head, *(f"{key} = {toml(of)}" for key, of in {"data": str(path), **named}.items())]
@@ -103,7 +100,7 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     for one in features:
         if one.name not in dropped:
             lines += ["", f"[records.columns.{toml_key(one.name)}]"]
-            lines += _column(one, columns[one.name], sites)
+            lines += _column(one, columns[one.name])
     return "\n".join([*lines, ""]), found
 
 
@@ -129,7 +126,7 @@ def _task(cells: ColumnCells) -> list[str]:
     finite = cells.finite
     if len(finite) < len(cells.x) / 2 or len(np.unique(finite)) <= _MOST:
         return []
-    ends = ", ".join(_around(Unusual.of(finite).usual))
+    ends = ", ".join(_around(finite))
     return ["", "[task]", 'kind = "regression"', f"# found: {_span(finite)}", f"# range = [{ends}]"]
 
 
@@ -167,7 +164,7 @@ def _unnamed(role: str, cells: Cells) -> list[str]:
     return [f"# found: {told}"] * bool(out)
 
 
-def _column(one: ColumnSummary, cells: ColumnCells, sites: Sequence[str]) -> list[str]:
+def _column(one: ColumnSummary, cells: ColumnCells) -> list[str]:
     missing = f"; {percent(one.missing)} missing" if one.missing else ""
     if one.kind == "text":
         words = sorted(cells.texts)
@@ -185,48 +182,31 @@ def _column(one: ColumnSummary, cells: ColumnCells, sites: Sequence[str]) -> lis
             most = cells.texts.most_common(1)[0][0]
             lines.append(f"# fill = {toml(most)}   # the most frequent; for a missing value")
         return lines
-    parts, values = Unusual.of(cells.finite), np.unique(cells.finite)
-    lines = [f"# found: {_span(parts.usual)}{missing}"]
-    for value, count in parts.codes:
-        lines.append(
-            f"# found: {number(value)} in {count:,} rows: does it stand for a missing value? Then "
-            "leave these cells empty in the file"
-        )
-    for far in parts.far:
-        rows = np.flatnonzero(np.isin(cells.x, far)).tolist()
-        lines.append(
-            f"# found: {counted(len(far), 'value')} far from the others, {_ends(far)} "
-            f"({_rows(rows, sites)}): mistakes, or another unit?"
-        )
+    finite, values = cells.finite, np.unique(cells.finite)
+    lines = [f"# found: {_span(finite)}{missing}"]
     if odd := cells.words:
         form = describe_form(Counter(odd.values())) or "these rows are left out"
-        which = _rows([*odd], sites)
-        lines.append(f"# found: {counted(len(odd), 'cell')} without a number ({which}): {form}")
+        told = counted(len(odd), "cell")
+        lines.append(f"# found: {told} without a number ({_rows([*odd])}): {form}")
     if 2 < len(values) <= _CODES and (values == np.rint(values)).all():
         codes = toml(values.tolist())
         lines.append(f"# if these are codes, in place of a range: categories = {codes}")
-    lines += _ranges(parts.usual)
-    if (missing or parts.codes) and np.abs(parts.usual).max() < 1e30:
-        median = _plain(float(f"{np.median(parts.usual):.2g}"))
+    lines += _ranges(finite)
+    if missing and np.abs(finite).max() < 1e30:
+        median = _plain(float(f"{np.median(finite):.2g}"))
         lines.append(f"# fill = {median}   # replaces a missing value; else the row is left out")
     return lines
 
 
-def _rows(rows: Sequence[int], sites: Sequence[str] = ()) -> str:
-    """Return the first of some rows, counted from 1 below the header, and whether one site's."""
+def _rows(rows: Sequence[int]) -> str:
+    """Return the first of some rows, counted from 1 below the header."""
     named = ", ".join(str(row + 1) for row in rows[:_SHOWN])
-    told = f"row{'s' * (len(rows) > 1)} {named}" + ", ..." * (len(rows) > _SHOWN)
-    whose = {sites[row] for row in rows} if sites else set[str]()
-    return told + f"; all of site {min(whose)}" if len(whose) == 1 < len(rows) else told
-
-
-def _ends(values: np.ndarray) -> str:
-    low, high = number(float(values.min())), number(float(values.max()))
-    return low if low == high else f"{low} to {high}"
+    return f"row{'s' * (len(rows) > 1)} {named}" + ", ..." * (len(rows) > _SHOWN)
 
 
 def _span(values: np.ndarray) -> str:
-    return f"numbers, {_ends(values)}, median {number(float(np.median(values)))}"
+    low, median, high = (number(float(np.quantile(values, share))) for share in (0, 0.5, 1))
+    return f"numbers, {low if low == high else f'{low} to {high}'}, median {median}"
 
 
 def _ranges(values: np.ndarray, *keys: str) -> list[str]:
