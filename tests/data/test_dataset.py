@@ -20,6 +20,16 @@ from fedpact.data.load import from_arrays, from_python, load_dataset
 from fedpact.data.schema import PlanRecords
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_data_set_holds_no_value_that_is_not_finite(bad):
+    x = torch.zeros(7, 3)
+    x[2, 1] = x[5, 0] = bad
+    y = torch.zeros(7, dtype=torch.int64)
+    for given, name in ((x, "x"), (torch.zeros(7, 3), "x_test")):
+        with pytest.raises(DataError, match=f"ward: row 2 of {name} .*from_arrays leaves out"):
+            Dataset("ward", given, y, ("a",), x_test=x, y_test=y)
+
+
 @pytest.mark.parametrize(
     ("role", "given"),
     [
