@@ -109,35 +109,12 @@ def _what_is_lacking(module: nn.Module, x: Tensor, error: Exception) -> str:
             f"it is given {tuple(x.shape[1:])}, tokens and their mask: name its inputs, as "
             "forward(self, input_ids, attention_mask)"
         )
-    if _reads_both(module, x):
-        return (
-            "it reads a text together with an image, and a record is one of the two: choose a "
-            "model of texts, as AutoModelForSequenceClassification, or of images, as "
-            "AutoModelForImageClassification"
-        )
-    if module.called.endswith("MultipleChoice"):
-        return (
-            "it chooses among several texts, and a record is one text: make a record of each "
-            "choice, with a label of whether it is right, for AutoModelForSequenceClassification"
-        )
-    settings = getattr(module.model, "peft_config", {}).values()
-    prefixed = any(getattr(one, "peft_type", "") == "PREFIX_TUNING" for one in settings)
-    if prefixed and _passes(module.around(cast(Any, module.model).get_base_model()), x[..., :1]):
-        return (
-            "prefix tuning puts keys and values in front of a text's own, which this model does "
-            "not take: choose another kind of adapter, as peft.LoraConfig"
-        )
     return ""
 
 
-def _passes(module: nn.Module, x: Tensor, **beside: Tensor) -> bool:
-    """Whether a model takes records x; beside: other inputs, given to the model by their names."""
+def _passes(module: nn.Module, x: Tensor) -> bool:
     with keeping_modes(module), torch.no_grad(), suppress(Exception):
-        module.eval()
-        if beside and isinstance(module, NamedInputs):
-            module.model(**{**module.named(x), **beside})
-        else:
-            module(x)
+        module.eval()(x)
         return True
     return False
 
@@ -161,17 +138,6 @@ def _of_another_size(module: nn.Module, x: Tensor) -> str:
     )
 
 
-def _reads_both(module: NamedInputs, x: Tensor) -> bool:
-    """Whether a model that fails at texts, or images, x passes with the other beside each."""
-    if not {"input_ids", "pixel_values"} <= {*module.names}:
-        return False
-    if x.is_floating_point():
-        text = torch.ones(len(x), 4, dtype=torch.int64)
-        return _passes(module, x, input_ids=text, pixel_values=x)
-    images = (torch.zeros(len(x), *size) for size in _own_sizes(module))
-    return any(_passes(module, x, pixel_values=image) for image in images)
-
-
 def _config(module: nn.Module) -> Any:
     return getattr(module.model if isinstance(module, NamedInputs) else module, "config", None)
 
@@ -183,7 +149,7 @@ def _own_sizes(module: nn.Module) -> list[tuple[int, ...]]:
     found = [tuple(known.get("input_size", ()))]
     config = _config(module)
     patches = getattr(below, "patch_embed", None)
-    for one in (config, getattr(config, "vision_config", None), patches):
+    for one in (config, patches):
         side = getattr(one, "image_size", getattr(one, "img_size", None))
         sides = (side, side) if isinstance(side, int) else tuple(side or ())
         found.append((getattr(one, "num_channels", 3), *sides))
