@@ -4,8 +4,7 @@ FEDPACT_DATA   the data directory, one folder a data set; it may be read-only.
                Default: `data` in the cache directory.
 FEDPACT_CACHE  the cache directory for decoded arrays. Default: ~/.cache/fedpact.
 
-A file is read whole and compared with its SHA-256 before anything is decoded. The digests are of
-files that had the MD5 which the data sets' own sites publish.
+A file is read whole and compared with its SHA-256 before anything is decoded.
 """
 
 import hashlib
@@ -56,12 +55,11 @@ SOURCES: Mapping[str, Source] = {
 
 def find_source(name: str) -> Source:
     """Return the files of a data set by its name. Raises DataError for a name without files."""
-    if name not in SOURCES:
-        raise DataError(
-            f"data set {name!r} has no files to fetch or verify: expected one of "
-            f"{', '.join(SOURCES)}"
-        )
-    return SOURCES[name]
+    if name in SOURCES:
+        return SOURCES[name]
+    raise DataError(
+        f"data set {name!r} has no files to fetch or verify: expected one of {', '.join(SOURCES)}"
+    )
 
 
 def cache_dir() -> Path:

@@ -3,8 +3,6 @@
 Nothing is estimated from records: constants are declared here, in NAME.toml beside this file, or
 published with the data set.
 
-Adult is a table: what to do with words, missing values and wide numbers is declared in [records].
-
 Heart disease. A feature is centred on the middle of its declared range and scaled to -1..1; values
 outside are set to its ends. A missing value (`?`, or 0 in chol and trestbps) becomes the declared
 normal finding. Codes and units are those of heart-disease.names.
@@ -13,31 +11,29 @@ normal finding. Codes and units are those of heart-disease.names.
 slope, ca and thal are left out, then each record with a missing value. Each hospital has a fixed
 test part (scikit-learn's train_test_split with train_size 0.66 and random_state 43, stratified by
 label where possible): heart_split.json has its places among the records that are left. The first
-code of cp and restecg has no column, as with pandas' get_dummies and drop_first. Features are
-scaled by declared ranges, where FLamby takes each hospital's exact means.
+code of cp and restecg has no column. FLamby scales by each hospital's exact means, we do not.
 
 Synthetic. Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous
-networks, MLSys 2020, section 5.1 (after Shamir, Srebro, Zhang, ICML 2014). Device k has:
+networks, MLSys 2020, section 5.1. Device k has:
 
     u_k ~ N(0, α²),  W_k [10, 60] and b_k [10] with entries ~ N(u_k, 1)
     B_k ~ N(0, β²),  v_k [60] with entries ~ N(B_k, 1)
     x ~ N(v_k, Σ),  Σ diagonal, Σ_jj = j^-1.2, j = 1..60;   y = argmax softmax(W_k x + b_k)
 
-α and β are standard deviations, as in the authors' code; the paper's N(0, α) leaves it open.
-synthetic_iid: one W, b with entries ~ N(0, 1) for all devices, and v_k = 0.
-Sizes: p(s) ∝ s^-2 in [smallest, largest]. Nguyen et al. (FedProxVR) have 100 devices in [37, 3277].
+α and β are standard deviations, as in the authors' code. synthetic_iid: one W, b with entries
+~ N(0, 1) for all devices, and v_k = 0. Sizes: p(s) ∝ s^-2 in [smallest, largest], by default those
+of Nguyen et al. (FedProxVR).
 
 Shakespeare is a list of speeches, "ROLE:" and then lines, with a blank line after each. What a role
 says is cut into pieces of 41 characters without overlap: 40 are a record, the last one is its
-label. Roles with fewer than 100 pieces are left out. As LEAF has it (Caldas et al., arXiv
-1812.01097), but for the overlap.
+label. Roles with fewer than 100 pieces are left out (Caldas et al., LEAF, arXiv 1812.01097, which
+lets pieces overlap).
 """
 
 import gzip
 import json
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -64,14 +60,14 @@ _COLUMNS = (
     *("relationship", "race", "sex", "capital-gain", "capital-loss", "hours-per-week"),
     *("native-country", "income"),
 )
-# How many people of the state a row stands for; and the years of education in words.
+# How many people a row stands for, and the years of education in words.
 _LEFT_OUT = ("fnlwgt", "education")
 
 
 def adult_tables(form: RecordForm) -> list[Table]:
-    """Return the 32,561 records to train on and the 16,281 to test.
+    """Return the 32,561 records to train on and the 16,281 to test, with features by `form`.
 
-    form: which columns are features. Raises DataError: no such column, or see read_verified.
+    Raises DataError: no such column, or see read_verified.
     """
     # Dropping what is left out anyway is no mistake.
     form = form.model_copy(update={"drop": [name for name in form.drop if name not in _LEFT_OUT]})
@@ -191,18 +187,13 @@ def _features(columns: _Columns, ranges: dict[str, tuple[int, int]], first: int)
     return {**scaled, **{name: filled[name] for name in _BINARY}, **one_hot}
 
 
-_DIGITS = tuple("0123456789")
 _CLOTHES = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 _OBJECTS = "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck"
 # Classes, and each channel's mean and standard deviation over pixels in 0..1, as published.
 _IMAGES = {
-    "mnist": (_DIGITS, (0.1307,), (0.3081,)),
+    "mnist": (tuple("0123456789"), (0.1307,), (0.3081,)),
     "fashion_mnist": (tuple(_CLOTHES.split(",")), (0.2860,), (0.3530,)),
-    "cifar10": (
-        tuple(_OBJECTS.split(",")),
-        (0.4914, 0.4822, 0.4465),
-        (0.2470, 0.2435, 0.2616),
-    ),
+    "cifar10": (tuple(_OBJECTS.split(",")), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 }
 
 
@@ -234,14 +225,7 @@ def load_digits() -> Dataset:
     y = torch.from_numpy(labels).long()
     rank = (torch.cumsum(torch.nn.functional.one_hot(y), 0) - 1).gather(1, y[:, None])[:, 0]
     test = rank % 5 == 4
-    return Dataset(
-        name="digits",
-        x=x[~test],
-        y=y[~test],
-        classes=_DIGITS,
-        x_test=x[test],
-        y_test=y[test],
-    )
+    return Dataset("digits", x[~test], y[~test], tuple("0123456789"), x[test], y[test])
 
 
 def _decode_idx(source: Source) -> Arrays:
@@ -257,10 +241,7 @@ def _decode_idx(source: Source) -> Arrays:
 
 
 def _decode_cifar(source: Source) -> Arrays:
-    # liblzma and SHA-256 release the interpreter's lock, so the batches decode in parallel.
-    with ThreadPoolExecutor() as pool:
-        contents = pool.map(lambda file: read_verified(source, file), source.files)
-        batches = list(map(cifar_batch, contents))
+    batches = [cifar_batch(read_verified(source, file)) for file in source.files]
     *train, (x_test, y_test) = batches
     x, y = (np.concatenate(part) for part in zip(*train, strict=True))
     return {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
@@ -283,7 +264,7 @@ _LEAST = {"sites": 1, "smallest": 2, "largest": 2, "seed": 0}
 
 
 class Device(NamedTuple):
-    """One device's law, float64: y = argmax softmax(w x + b), x ~ N(v, Σ).
+    """One device's law, float64: y = argmax softmax(w x + b), x ~ N(v, Σ), and what it draws by.
 
     w [10, 60], b [10], v [60].
     """
@@ -291,6 +272,7 @@ class Device(NamedTuple):
     w: np.ndarray
     b: np.ndarray
     v: np.ndarray
+    draws: Generator
 
 
 @dataclass(frozen=True)
@@ -351,17 +333,22 @@ class Synthetic:
 
     def device(self, k: int) -> Device:
         """Return the law of device k, 0 <= k < sites."""
-        return self._device(self._draws(2 + k))
+        draws, u, middle = self._draws(2 + k), 0.0, 0.0
+        if not self.iid:
+            u, middle = self.alpha * draws.standard_normal(), self.beta * draws.standard_normal()
+        law = self._draws(1) if self.iid else draws
+        w = u + law.standard_normal((SYNTHETIC_CLASSES, FEATURES))
+        b = u + law.standard_normal(SYNTHETIC_CLASSES)
+        v = np.zeros(FEATURES) if self.iid else middle + law.standard_normal(FEATURES)
+        return Device(w, b, v, draws)
 
     def dataset(self, name: str) -> Dataset:
         """Return all records, device after device, each with its device's name as its site."""
-        width = max(2, len(str(self.sites - 1)))
-        sizes, scale = self.sizes(), covariance() ** 0.5
+        width, scale = max(2, len(str(self.sites - 1))), covariance() ** 0.5
         x, y, site = [], [], []
-        for k, size in enumerate(sizes):
-            draws = self._draws(2 + k)
-            device = self._device(draws)
-            records = device.v + scale * draws.standard_normal((size, FEATURES))
+        for k, size in enumerate(self.sizes()):
+            device = self.device(k)
+            records = device.v + scale * device.draws.standard_normal((size, FEATURES))
             # Labelled as stored, so that the rule holds for the float32 records themselves.
             stored = records.astype(np.float32)
             x.append(stored)
@@ -374,17 +361,6 @@ class Synthetic:
             classes=tuple(map(str, range(SYNTHETIC_CLASSES))),
             site=tuple(site),
         )
-
-    def _device(self, draws: Generator) -> Device:
-        u = middle = 0.0
-        if self.iid:
-            draws = self._draws(1)
-        else:
-            u, middle = self.alpha * draws.standard_normal(), self.beta * draws.standard_normal()
-        w = u + draws.standard_normal((SYNTHETIC_CLASSES, FEATURES))
-        b = u + draws.standard_normal(SYNTHETIC_CLASSES)
-        v = np.zeros(FEATURES) if self.iid else middle + draws.standard_normal(FEATURES)
-        return Device(w, b, v)
 
     def _draws(self, stream: int) -> Generator:
         """Return a generator of its own: 0 for the sizes, 1 for the common law, 2 + k a device."""
