@@ -1,12 +1,10 @@
 """Advice on the scaling of columns, and declarations for known public tables.
 
 A record's gradient grows with its numbers. Next to an age of 60 a value of 0 or 1 has almost no
-effect, and clipping shortens both alike. A learning rate for pixels in 0..1 diverges for 0..255.
-Numbers of a thousandth have almost no effect, and noise that fits the bound exceeds them.
+effect, and clipping shortens both alike. Of numbers of a thousandth noise is louder.
 
-NAME.toml, next to this file, has [records] for a plan on the data set NAME: ranges, categories and
-replacements for missing values, from the data set's description and general knowledge of such
-measurements.
+NAME.toml, next to this file, has [records] for a plan on the data set NAME, from its description
+and general knowledge of such measurements.
 """
 
 import logging
@@ -114,7 +112,6 @@ def _told_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], te
 
 
 def _warn_of_little(origin: str, columns: Sequence[_Column], tell: _Tell) -> None:
-    """Warn of columns whose scaled variation is small compared with their distance from 0."""
     told = dict[tuple[bool, bool], list[str]]()
     for name, own, x in columns:
         scaled = own.scale != "none"
@@ -150,8 +147,7 @@ def _warn_of_order(origin: str, columns: Sequence[_Column]) -> None:
 def _beside(own: ValueRange, x: Tensor | None) -> float:
     """Return the distance from 0 of a column's scaled numbers [n], divided by their spread.
 
-    0 if it is unknown, for codes, and if all are equal. The outer one per cent at either end is
-    ignored, as it may be a mistake or a code for a missing value.
+    0 if it is unknown, for codes, and if all are equal. The outer one per cent is ignored.
     """
     if own.scale in ("one-hot", "released") or (isinstance(own, Column) and own.categories):
         return 0.0
@@ -168,7 +164,6 @@ def _beside(own: ValueRange, x: Tensor | None) -> float:
 
 
 def _warn_of_short(origin: str, x: Tensor, tell: _Tell) -> None:
-    """Warn if whole records [n, ...] are near 0, as with too large a unit."""
     longest = _found(torch.linalg.vector_norm(x.flatten(1), dim=1))
     if 0 < longest < _SHORT:
         _logger.warning(
@@ -193,10 +188,9 @@ def find_undeclared(form: RecordForm, features: Sequence[str]) -> str:
 
 
 def square(form: RecordForm, features: Sequence[str]) -> float:
-    """Estimate the squared norm of a scaled record.
+    """Estimate the squared norm of a scaled record: 1 for a one-hot code, else a mean square.
 
-    A value uniform in -1 .. 1 has a mean square of 1/3, which is assumed if no range is declared; a
-    one-hot code has 1.
+    A value uniform in -1 .. 1 has 1/3, which is assumed if no range is declared.
     """
     total = 0.0
     for own in map(form.of, features):

@@ -256,7 +256,6 @@ def conversion(path: Path, reader: str, more: str = "", **options: Any) -> str:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise DataError: no such file, or one that this account may not read."""
     try:
         path.open("rb").close()
     except FileNotFoundError as error:
@@ -312,9 +311,9 @@ def _read_csv(path: Path) -> Columns:
 
 
 def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
-    """Raise DataError for an unusable header, with a command that converts the file.
+    """Raise DataError for an unusable header, the first line's columns or its fault.
 
-    header: the first line's columns, or its fault. A single column is allowed.
+    A single column is allowed. The error has a command that converts the file.
     """
     encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
     encoding = encoding if header == NOT_UTF_8 else "utf-8"
@@ -429,7 +428,6 @@ def _read_parquet(path: Path) -> Columns:
 
 
 def _check_names(path: Path, names: Iterable[str]) -> None:
-    """Raise DataError for a column name with control characters for a terminal."""
     if strange := [name for name in names if CONTROL.search(name)]:
         raise DataError(
             f"data file {path} has a column {strange[0]!a}: expected a name without control "

@@ -84,10 +84,9 @@ class FileColumn(BaseModel):
 
 @dataclass(frozen=True)
 class ColumnDifference:
-    """How a file's columns differ from the declared ones.
+    """How a file's columns differ from the declared ones: missing, and not declared.
 
-    missing: declared, and not there. unexpected: there, and not declared. renamed: of the missing,
-    the unexpected column that is probably meant.
+    renamed: of the missing, the unexpected column that is probably meant.
     """
 
     missing: tuple[str, ...]
@@ -151,9 +150,8 @@ def declared_columns(
 ) -> dict[str, Cells]:
     """Return the wanted columns of a file by their declared names, converted; no others.
 
-    sources: of which column of the file each is made; left out, of the one of its own name.
-    optional: those of `wanted` that a file need not have.
-    Raises DataError: one is not there, or a source is of nothing that is wanted.
+    sources: of which column each is made, if not of that of its name. optional: those of `wanted`
+    that a file need not have. Raises DataError: one is not there, or a source is not wanted.
     """
     if odd := [name for name in sources if name not in wanted]:
         raise DataError(

@@ -265,12 +265,11 @@ class Dataset:
     [n, classes]; or classes of pixels or tokens, int64 [n, ...], with losses.UNLABELLED for none.
     classes: the labels' names. x_test, y_test: the public test set in the same form, or None.
     site, person: for each training record the name of its site and of its person, or None.
-    features: the names of a table's columns; empty for arrays. column: the name of the only feature
-    of a table if its cells are arrays.
-    rows: each training record's number in its file, if this is not its place in x.
+    features: the names of a table's columns; empty for arrays. column: the name of a table's only
+    feature if its cells are arrays. rows: each record's number in its file, if not its place in x.
     held: which training records are the data set's own test part at their sites, bool [n], or None;
     partition.held_out = "own" keeps them for evaluation, and nothing else uses them.
-    sieve: which of the training records of its file are left out, and why; None if unknown.
+    sieve: which of its file's training records are left out, and why; None if unknown.
     next: whether a token's label is the next token's, as schema.LabelForm has it.
     form: the declaration that the records were checked against; None after a replacement.
 

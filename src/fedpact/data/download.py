@@ -132,8 +132,7 @@ def state(source: Source, file: str) -> str:
 def load_cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:
     """Return the data set's decoded arrays: from the cache, else decoded and then cached.
 
-    The cached file is an uncompressed .npz, named by the files' checksums; each array in it carries
-    a CRC-32, and a file that fails it in any way is made again.
+    The cached .npz is named by the files' checksums. A damaged one is made again.
     """
     sums = "".join(f"{file}{digest}" for file, digest in sorted(source.files.items()))
     key = hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
@@ -164,8 +163,8 @@ def download(name: str, home: str | None = None) -> list[str]:
     """Fetch those files of a data set that are missing or damaged; return their names.
 
     home: another address (http, https or file) that holds the same files, or the same archive.
-    Raises DataError: unknown name, no answer, a file that is not the published one, or a data
-    directory that cannot be written; then no file is left half written.
+    Raises DataError: unknown name, no answer, another file than the published one, or a data
+    directory that cannot be written; no file is left half written.
     """
     source = find_source(name)
     wanted = [file for file in source.files if state(source, file) != "ok"]
@@ -187,7 +186,6 @@ def download(name: str, home: str | None = None) -> list[str]:
 
 
 def _contents(source: Source, wanted: list[str], home: str) -> Iterator[tuple[str, bytes, str]]:
-    """Yield name, content and address of each wanted file."""
     if source.archive is None:
         for file in wanted:
             yield file, _fetch(source, f"{home}/{file}"), f"{home}/{file}"

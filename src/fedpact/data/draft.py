@@ -1,8 +1,7 @@
 """A first draft of the [records] table of a plan, for a person to confirm.
 
 A range or a list of categories that is taken from records is a release of them. So what is found
-stands behind a #, as a proposal, and has no effect until a person who knows what such a value can
-be corrects it and removes the #.
+is a proposal behind a #, without effect until a person corrects it and removes the #.
 """
 
 import math
@@ -105,7 +104,6 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
 
 
 def _unusable(one: ColumnSummary, cells: ColumnCells) -> str:
-    """Return why a column is no feature as it stands, "" where it is one."""
     if one.kind == "nothing":
         return "every cell is empty"
     if one.kind == "dates":
@@ -122,7 +120,6 @@ def _unusable(one: ColumnSummary, cells: ColumnCells) -> str:
 
 
 def _task(cells: ColumnCells) -> list[str]:
-    """Return the lines of [task], where labels are measured numbers."""
     finite = cells.finite
     if len(finite) < len(cells.x) / 2 or len(np.unique(finite)) <= _MOST:
         return []

@@ -66,8 +66,7 @@ def read_table(
     roles: of a table. origin: the name of an object's records in errors. shape: of a record, if it
     is known; in a table records of another are left out. labelled: whether there must be labels; if
     not, missing columns of a table are ignored. convert: (origin, a table's columns) -> those by
-    the declared names. Raises DataError: an object of another kind (see the module), or one that
-    does not match the declaration.
+    the declared names. Raises DataError: another kind of object, or one that does not fit `form`.
     """
     path = Path(data) if isinstance(data, str | Path) else None
     if path is not None and path.suffix.lower() == ".npz":
@@ -201,7 +200,6 @@ def table_of(
 def _warn_of_lists(
     origin: str, columns: Mapping[str, Any], rows: Mapping[str, Any], among: Collection[str]
 ) -> None:
-    """Warn of columns of lists beside a record's tokens, which a model may expect."""
     used = {id(cells) for cells in rows.values()}
     left = [n for n in columns if n in among and id(columns[n]) not in used]
     left = [n for n in left if _holds_arrays(columns[n])] if rows else []
@@ -233,9 +231,8 @@ def _with_arrays(
 ) -> Table:
     """Return a table with an array in place of its only feature, if that has arrays or images.
 
-    A record without one is left out. shape: records of another shape are left out too; None: they
-    are refused. at_site: whether a known shape is that of a site's records. Raises DataError: other
-    features beside it.
+    A record without one, or of another shape than `shape`, is left out; without a shape it is an
+    error. at_site: whether a shape is that of a site's records. Raises DataError: other features.
     """
     origin, given, y = table.sieve.origin, cast(Mapping[str, Cells], table.x), table.y
     column = next((name for name in given if _holds_arrays(given[name])), None)
@@ -297,7 +294,6 @@ def _holds_arrays(cells: Cells) -> bool:
 
 
 def _is_stored(cell: Any) -> bool:
-    """Whether a cell is an image as stored in Parquet files of Hugging Face."""
     return isinstance(cell, Mapping) and {*cast(Mapping[str, Any], cell)} == {"bytes", "path"}
 
 
@@ -330,7 +326,6 @@ def _is_pair(item: Any, shape: tuple[int, ...] | None) -> bool:
 
 
 def _shape(thing: Any) -> tuple[int, ...] | None:
-    """Return an array's shape; None if it is ragged."""
     try:
         return tuple(np.shape(thing))
     except ValueError:

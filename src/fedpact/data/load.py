@@ -68,15 +68,14 @@ def load_dataset(
 ) -> Dataset:
     """Return a data set by its name (NAMES), or from a .csv, .parquet or .npz file by its path.
 
-    "NAME+test" appends the public test set to the training records and leaves no test set, for
-    papers that split all records inside each site. "synthetic(ALPHA,BETA)" and "synthetic_iid" are
-    generated; see data.public. label: the column of the labels, required for .csv and .parquet. All
-    other columns except `site` (site names) and `person` (persons) are numeric features. An .npz
-    has arrays x, y and optionally x_test, y_test, site, person. classes: the labels' names in
-    order; by default the labels found in the file, sorted (numbers by size). Sites that load their
-    own files must name the classes, so that a label means the same everywhere. form: the
-    declaration of records, for a file or one of TABLES. Invalid records are left out, and a warning
-    names file, row, column and value; see `load_site` for records whose values must not be logged.
+    "NAME+test" appends the public test set to the training records, for papers that split all
+    records inside each site. "synthetic(ALPHA,BETA)" and "synthetic_iid" are generated; see
+    data.public. label: the column of the labels, required for .csv and .parquet. All other columns
+    except `site` and `person` are features. An .npz has arrays x, y and optionally x_test, y_test,
+    site, person. classes: the labels' names in order; by default those found, sorted (numbers by
+    size). form: the declaration of records, for a file or one of TABLES. Invalid records are left
+    out, and a warning names file, row, column and value; see `load_site` for records whose values
+    must not be logged.
     Raises DataError: unknown name, missing or damaged file, missing column, no record left.
     """
     if name.endswith(_WITH_TEST):
@@ -152,13 +151,12 @@ def from_arrays(
 ) -> Dataset:
     """Return a data set from arrays or tensors x [n, ...] and y [n].
 
-    x: 64- and 32-bit integers stay integers (tokens); everything else becomes float32.
-    y: integers are class numbers from 0; strings are class names.
-    classes: the classes' names in order; default: "0".."largest label" for integers, and the
-    strings of y and of the test labels, sorted.
-    site: each record's site. person: each record's person; a record without one is left out.
-    test: (x_test, y_test), the public test set. form: the declaration of records; invalid ones are
-    left out, with a warning. Raises DataError (see Dataset), or if no record is left.
+    x: 64- and 32-bit integers stay integers (tokens); everything else becomes float32. y: integers
+    are class numbers from 0; strings are class names. classes: the classes' names in order; by
+    default "0".."largest label", or the strings of y and of the test labels, sorted. site, person:
+    each record's; a record without one is left out. test: (x_test, y_test), the public test set.
+    form: the declaration of records; invalid ones are left out, with a warning. Raises DataError
+    (see Dataset), or if no record is left.
 
     >>> from_arrays([[0.5], [1.5], [2.5]], ["yes", "no", "no"]).y
     tensor([1, 0, 0])
@@ -179,9 +177,9 @@ def dataset_of(
     """Return the valid records of tables, with a warning about the others.
 
     tables: the training records, and optionally a public test set. classes: the labels' names in
-    order; None: those that are found. at_site: the declared type, "float32" or "int64", of the
-    records of a deployed site, all of which may be left out, and no value of which is told; None
-    for a simulation's. Raises DataError: no record is left, or invalid labels.
+    order; None: those found. at_site: the type, "float32" or "int64", of a deployed site's records,
+    all of which may be left out, and no value of which is told; None for a simulation's.
+    Raises DataError: no record is left, or invalid labels.
     """
 
     def check_left() -> None:
@@ -259,16 +257,14 @@ def load_site(
     """Return the records x [n, *shape], y [n] of a site's own file, and which are left out.
 
     Nothing that leaves a site may reveal that a record was faulty: one that does not fit is left
-    out, whatever is wrong with it, and so may all of them be: n >= 0. It is named in the log of
-    this machine, without its values, and nowhere else.
+    out, and so may all of them be: n >= 0. Only the log of this machine names it, without values.
 
-    path: a .csv, .parquet or .npz file. features: the columns of a table in the order of the
-    numbers of a record, which is the same at all sites, in whatever order a file has them; an .npz
-    file has them in this one. A table's other columns count for nothing. sources: of which columns
-    of a table, in which units and words, the declared ones are made; without one a column is the
-    file's of the same name. label: among the declared names. person: the column, or in an .npz the
-    array, that names each record's person; None: not used. classes, shape, values ("float32" or
-    "int64"), form: as the federation declares them.
+    path: a .csv, .parquet or .npz file. features: the columns of a table in the order of a record's
+    numbers, the same at all sites and in an .npz file; other columns count for nothing. sources: of
+    which columns, in which units and words, declared ones are made; without one, of that of the
+    same name. label: among the declared names. person: the column, or in an .npz the array, that
+    names each record's person; None: not used. classes, shape, values ("float32" or "int64"), form:
+    as the federation declares them.
     Raises DataError: the file as a whole is of another form, or not there.
     """
     is_table, convert = path.suffix.lower() in (".csv", ".parquet"), None
@@ -381,10 +377,6 @@ def from_python(
 
 
 def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -> Dataset:
-    """Return a data set with a public test set: a file's path, a table, or a pair for arrays.
-
-    Raises DataError: it already has one, or the test set is of another kind.
-    """
     if found.x_test is not None:
         raise DataError(f"data set {found.name} has a test set of its own: leave test out")
     alone = form.features if found.column is None else [found.column]
@@ -451,17 +443,13 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
 
 
 def _is_split(data: Mapping[Any, Any]) -> bool:
-    """Whether a mapping has a training part and others."""
     train = data.get("train")
     table = hasattr(train, "column_names") or hasattr(train, "columns")
     return train is not None and (table or set(data) <= {"train", "test", *_BESIDE})
 
 
 def _test_of(data: Mapping[Any, Any]) -> Any:
-    """Return the part that is a public test set, or None; a warning names unused parts.
-
-    Raises DataError: only a validation part, which may or may not be meant as the test set.
-    """
+    """Return the part that is a public test set, or None; a warning names unused parts."""
     beside = [name for name in _BESIDE if name in data]
     if beside and "test" not in data:
         raise DataError(

@@ -37,10 +37,9 @@ class PartitionKind:
     split: (values [n] to split by, number of sites, settings, seeded generator) -> one array of
     indices for each site, all different; None: the data set's own sites. by: the values to split
     by: "label", which must be classes, a "feature", or "any": labels, or zeros if they are not
-    classes. own: the settings that only this kind, and others that name them, use. least: the
-    number of records that every site gets at least. mistake: settings -> what is wrong with them,
-    or "". noise: (settings, place of the site in [0, 1]) -> the standard deviation of the noise on
-    its features; None: no noise.
+    classes. own: the settings that only this kind, and others that name them, use. least: a site's
+    least number of records. mistake: settings -> what is wrong with them, or "". noise: (settings,
+    place of the site in [0, 1]) -> the deviation of the noise on its features; None: no noise.
     """
 
     split: Callable[[np.ndarray, int, Any, Generator], splits.Indices] | None
@@ -80,7 +79,6 @@ def _power_law_mistake(settings: Any) -> str:
 
 
 def _growing(units: Callable[[np.ndarray], np.ndarray]) -> PartitionKind:
-    """Return a kind with sizes in proportion to the units of sites 1, 2, ..."""
     return PartitionKind(
         lambda y, sites, _, rng: splits.growing(y, units(np.arange(1.0, sites + 1)), rng)
     )
@@ -215,7 +213,6 @@ class PartitionSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _kind_alone(cls, raw: Any) -> Any:
-        """Read a kind as text, as "iid"."""
         return {"kind": raw} if isinstance(raw, str) else raw
 
     @model_validator(mode="after")
@@ -361,13 +358,12 @@ def make_partition(
 ) -> Partition:
     """Spread a data set's training records over sites, every record to at most one.
 
-    sites: >= 1; with kind = "natural" the number of the data set's own sites. seed: >= 0; the same
-    seed gives the same partition on every machine, and held_out does not change which site a
-    record belongs to. Where the data set says whose each record is, persons are spread, each with
-    all records and by the label of the first, and held out whole, each by itself.
-    held: instead of settings.held_out, of a site's name and its records [n], which of them are held
-    out, bool [n]. Raises DataError: a site would have fewer than 2 records, or none to train on, or
-    the data set does not allow the settings; InputError: sites or seed.
+    Persons, where the data set names them, are spread and held out whole. sites: >= 1; of kind
+    "natural" the number of the data set's own. seed: >= 0; the partition is the same on every
+    machine, and held_out does not change which site a record belongs to. held: instead of
+    settings.held_out, (site's name, its records [n]) -> which are held out, bool [n].
+    Raises DataError: a site would have fewer than 2 records, or none to train on, or the data set
+    does not allow the settings; InputError: sites or seed.
     """
     check.count(sites=sites)
     if held is not None and settings.held_out == "own":
@@ -478,7 +474,6 @@ def _natural(dataset: Dataset, settings: PartitionSettings, sites: int) -> dict[
 
 
 def _own_parts(dataset: Dataset, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a site's records less its own test part, and that part. Raises DataError: no such."""
     if dataset.held is None:
         raise DataError(
             f'held_out = "own" and data set {dataset.name} has no test parts at its sites: give a '

@@ -1,8 +1,8 @@
 """The declaration of records, and the scaling of their columns.
 
-It is part of federation.toml, the same for every party, and of a plan. Whether a record is valid
-follows from the declaration alone and never from other records: neither from the type of a file's
-arrays nor from the values that occur.
+It is part of federation.toml, the same for every party, and of a plan. Whether a record is valid,
+and its numbers, follow from the record and the declaration alone, so clipping and sampling still
+act on single records.
 
 docs/how-to/prepare-tables.md shows how it is written. In an array of records [n, d] the columns are
 called "0", "1", ... Scales are
@@ -12,9 +12,6 @@ called "0", "1", ... Scales are
     "standard"   (x - mean) / deviation
     "released"   as "range", then by moments that sites release (privacy.column_scales)
     "one-hot"    a number for each category, 1 for the record's own and 0 for the others
-
-A record's numbers follow from that record and constants alone, so clipping and sampling still act
-on single records.
 """
 
 import math

@@ -59,10 +59,9 @@ _IDENTIFIER: Final = re.compile(r"(^|[\W_])(id|no|nr|num|number|key|uid|mrn|inde
 class ColumnSummary:
     """The summary of a column. kind: "numbers", "text", "dates", or "nothing" if all are missing.
 
-    low, median, high: of numbers, the finite ones; else None. missing: the share of missing cells.
-    outside: the share of all cells that does not match the declaration. values: the most frequent
-    texts with their counts; distinct: the number of texts. declared: the declaration in words.
-    remark: a point to look at, "" for none.
+    low, median, high: of the finite numbers, or None. missing: the share of missing cells. outside:
+    of cells that do not match the declaration. values: the most frequent texts with their counts;
+    distinct: how many texts. declared: the declaration in words. remark: a point to look at, or "".
     """
 
     name: str

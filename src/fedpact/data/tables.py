@@ -1,9 +1,8 @@
 """Tables as read, and their conversion to numbers.
 
-Each record is checked against the declaration (form), and left out if it does not fit. Whether and
-how it is used follows from that record and the declaration alone. So a wrong value, category or
-label leaves one record out and is reported to the records' owner; it never stops a site, as that
-would reveal it to others.
+Whether and how a record is used follows from it and the declaration (form) alone. So a wrong value,
+category or label leaves one record out and is reported to the records' owner; it never stops a
+site, as that would reveal it to others.
 """
 
 import logging
@@ -128,7 +127,6 @@ def _of_columns(columns: Mapping[str, Cells], form: RecordForm, sieve: RecordFil
 
 
 def _of_array(table: Table, x: np.ndarray, form: RecordForm) -> np.ndarray:
-    """Return an array x [n, ...] with numbers for text, and filled."""
     if any(column.names for column in form.columns.values()):
         raise DataError(
             f"data set {table.sieve.origin}: records.columns declares categories in text: expected "
@@ -317,7 +315,7 @@ def array_of(name: str, what: str, values: Any) -> np.ndarray:
 
 
 def labels_of(name: str, what: str, values: Any, kind: str, axes: int) -> np.ndarray:
-    """Return labels as an array, without a superfluous axis of length 1. axes: those of x.
+    """Return labels as an array, without an axis of length 1. axes: those of x.
 
     For classes and numbers that is [n, 1], for pixels [n, 1, h, w] with images.
     """
@@ -355,7 +353,6 @@ _AXES: Final = {"class": 1, "number": 1, "several": 2, "pixels": None}
 
 
 def _check_shapes(name: str, end: str, x: np.ndarray, y: np.ndarray, least: int, kind: str) -> None:
-    """Raise DataError unless x is [n, ...], y has a target's shape, and n >= least."""
     axes = _AXES[kind]
     if kind != "class" and (y.dtype.kind not in "biuf" or y.ndim != (axes or max(y.ndim, 2))):
         raise DataError(

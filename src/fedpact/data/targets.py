@@ -163,7 +163,6 @@ def check_several(name: str, classes: Sequence[str], table: Table, form: RecordF
 
 
 def _check_classes(name: str, found: Sequence[float], records: int, ask: str) -> None:
-    """Raise DataError if numbers look like measurements instead of classes."""
     odd = [value for value in found if value != round(value)] if np.isfinite(found).all() else []
     if odd:
         raise DataError(
@@ -183,7 +182,6 @@ def _check_many(name: str, found: Sequence[object], records: int, ask: str) -> N
 
 
 def _tell_never(name: str, never: list[int], largest: int, *, pixels: bool) -> None:
-    """Warn of class numbers without records. Raises DataError: for pixels."""
     told = ", ".join(map(str, never[:5])) + (", ..." if len(never) > 5 else "")
     if pixels:
         raise DataError(
@@ -211,11 +209,10 @@ _POINT: Final = re.compile(r"[+-]?[0-9]+[.,][0-9]*")
 
 
 def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "person") -> list[str]:
-    """Return the person of each record [n]; the sieve leaves out ambiguous records.
+    """Return the person of each record [n]; records with an ambiguous one are left out.
 
-    These are records without a person, and records whose number was rounded, so that other persons
-    may have the same one. 7.0 equals 7, and letters are compared after Unicode normalisation.
-    Raises DataError: another length.
+    These have none, or a number that was rounded, so that others may have the same one. 7.0 equals
+    7, and letters are compared after Unicode normalisation. Raises DataError: another length.
     """
     _check_length(given, sieve, "person")
     if isinstance(given, np.ndarray):
@@ -239,7 +236,6 @@ def _names_nobody(name: str) -> bool:
 
 
 def _rounded(name: str, value: Any) -> str:
-    """Return how a number was rounded, "" if it was not."""
     if isinstance(value, float | np.floating | np.integer):
         # Whole numbers of a column are floats once one of them is missing, as numpy and pandas
         # have it; such as those would round are nobody's without it, too.
@@ -364,9 +360,8 @@ def _place_of(text: str, classes: int) -> int:
 def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.ndarray:
     """Return labels for training, [n, ...]; records with an invalid one are left out.
 
-    A class: its index, int64 [n]. A number: float32 [n], -1..1. Several: 0 or 1 for each of the
-    classes, float32 [n, K]. Pixels: indices of classes, int64 [n, ...]. Raises DataError: a table's
-    column cannot contain such labels.
+    A class: its index, int64 [n]. A number: float32 [n], -1..1. Several: 0 or 1 for each class,
+    float32 [n, K]. Pixels: indices, int64 [n, ...]. Raises DataError: a table cannot hold such.
     """
     labels, column, sieve = table.y, table.roles.get("label", "y"), table.sieve
     kind = form.target.kind
@@ -448,10 +443,10 @@ def warn_of_copies(table: Table, x: np.ndarray, y: np.ndarray) -> None:
 
 
 def check_places(name: str, kind: str, y: Any, shape: tuple[int, ...]) -> None:
-    """Raise DataError unless each position of a record [*shape] has a label in y [n, ...].
+    """Raise DataError unless y [n, ...] has a label for each position of a record [*shape].
 
-    Labels of pixels have the image's height and width, labels of tokens the text's length, so a
-    deployment declares no other shape. y: values that are not arrays are read one by one.
+    Those of pixels have the image's height and width, of tokens the text's length. y: other values
+    than arrays are read one by one.
     """
     places = shape[1:] or shape
     if kind == "pixels" and isinstance(y, np.ndarray) and y.shape[1:] != places:

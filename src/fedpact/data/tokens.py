@@ -137,12 +137,11 @@ def read_token_labels(
     *,
     span: bool,
 ) -> np.ndarray:
-    """Return a label for each token, int64 [n, T]; UNLABELLED for none.
+    """Return a label for each token, int64 [n, T]; UNLABELLED for none, as for padding.
 
-    cells: for each record a list of a whole number for each token. x: records [n, rows, T]; padding
-    has no label. Of a decoder's tokens no mask is known, so that their lists name all labels.
-    lists: the columns of the records, whose tokens are as many as the labels. span: whether the two
-    ends of a span are labels, too. label: the column.
+    cells: for each record a list of a whole number for each token. x: records [n, rows, T]. lists:
+    the columns of the records; of a decoder's tokens there is no mask, so all have a label. span:
+    whether the two ends of a span are labels, too. label: the column.
     """
     y = np.full((len(x), x.shape[-1]), UNLABELLED, np.int64)
     for place, cell in enumerate(cells):
@@ -170,7 +169,6 @@ def _record(
     vocabulary: int | None,
     sieve: RecordFilter,
 ) -> np.ndarray | None:
-    """Return one record's rows of tokens [rows, t]; None if it is left out."""
     ids = _whole(columns[_IDS][place])
     if ids is None or (ids < 0).any() or not 0 < len(ids) <= _LONGEST:
         sieve.leave_out(place, _IDS, "is not a list of tokens, whole numbers from 0")

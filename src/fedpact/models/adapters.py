@@ -1,8 +1,7 @@
 """Checks of models with PEFT's adapters, such as LoRA, before and after training.
 
 Before, on made-up records: every trained tensor gets a gradient, and no other weight changes.
-After: the stored adapters, loaded into the base model, and the merged model give the outputs of the
-trained model.
+After: the stored adapters and the merged model answer as the trained model.
 """
 
 import copy
@@ -114,13 +113,11 @@ def _has_adapters(module: nn.Module) -> bool:
 
 
 def _answers(trained: NamedInputs, other: nn.Module, x: Tensor) -> Tensor:
-    """Return the outputs of `other`, wrapped as `trained` is."""
     with torch.no_grad():
         return trained.around(other.eval())(x)
 
 
 def _bare(model: Any) -> nn.Module:
-    """Return the base model without adapters."""
     if not hasattr(model.base_model, "unload"):
         return model.get_base_model()
     for part in model.modules():

@@ -33,13 +33,11 @@ def build(
 ) -> nn.Module:
     """Return the named model with weights drawn from `seed`, tried on two made-up records.
 
-    name: of a function of models.zoo or models.zoo; or "package.module:factory", where
-    factory(shape, classes) returns a module that maps records [B, *shape] to logits [B, classes]; a
-    class or function that needs no argument is called without; or what was handed in
-    (common.user_code).
-    example: one record [*shape], for its shape and type only. settings: of "logistic" alone. kind:
-    what is learnt, as schema.LabelForm has it: of "pixels" a model answers [B, classes, ...], of a
-    "number" [B, 1] or [B].
+    name: of a function of models.zoo; or "package.module:factory", where factory(shape, classes)
+    returns a module that maps records [B, *shape] to logits [B, classes] and one that needs no
+    argument is called without; or what was handed in (common.user_code). example: one record
+    [*shape], for its shape and type only. settings: of "logistic" alone. kind: as in
+    schema.LabelForm; of "pixels" a model answers [B, classes, ...], of a "number" [B, 1] or [B].
     Raises ModelError: an unknown name, a factory that fails, outputs that do not fit the labels.
     """
     factory: Callable[..., Any]
@@ -107,7 +105,6 @@ def _form(outputs: Any) -> tuple[int, ...] | str:
 
 
 def _in_training(module: nn.Module, x: Tensor) -> tuple[int, ...] | str | None:
-    """Return the form of a training pass's answer, None if it fails."""
     held = {name: v.detach().clone() for name, v in module.named_buffers()}
     with keeping_modes(module), torch.random.fork_rng(devices=[]), suppress(Exception):
         return _form(torch.func.functional_call(module.train(), held, (x,)))

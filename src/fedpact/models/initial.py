@@ -205,11 +205,10 @@ class InitialSettings(BaseModel):
         return f"model is {model!r}, a module with the weights that it has: {_RELEASED}; {_INSTEAD}"
 
     def check_drawn(self, model: str, first: nn.Module, second: nn.Module) -> None:
-        """Check that the user's model draws its weights, or that trained_on describes them.
+        """Raise PlanError unless the model draws its weights or trained_on describes them.
 
-        first, second: modules made from two seeds. A run's statement covers its weights only, no
-        other numbers of the module. Raises PlanError: both modules hold an equal tensor that is
-        neither constant, such as zeros, nor a known constant of an architecture.
+        first, second: modules made from two seeds, which must share no tensor but constants (see
+        models.constants). A run's statement covers its weights, no other numbers of the module.
         """
         given = self.weights is not None
         said = self.trained_on
@@ -258,8 +257,7 @@ class InitialSettings(BaseModel):
     def tensors(self, at: Path = Path()) -> Mapping[str, Tensor] | None:
         """Return the weights by name, None if there are none. at: the base of a relative path.
 
-        Raises ModelError: a missing or unreadable file, another SHA-256, or a file that holds
-        anything but tensors.
+        Raises ModelError: no file of tensors with that SHA-256.
         """
         if self.weights is None:
             return None
@@ -318,12 +316,10 @@ def fill(module: nn.Module, start: Mapping[str, Tensor]) -> None:
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return each tensor's dtype and shape as text."""
     return {n: f"{str(v.dtype)[6:]} {tuple(v.shape)}" for n, v in tensors.items()}
 
 
 def _tensors(path: Path, found: object) -> dict[str, Tensor]:
-    """Return a file's content if it is tensors by name. Raises ModelError otherwise."""
     what = f"{type(found).__name__}"
     if isinstance(found, Mapping):
         held = cast(Mapping[object, object], found)
@@ -382,6 +378,5 @@ def _without_privacy(file: Path, sha256: str | None) -> str:
 
 
 def _written(run: Path) -> tuple[Any, Any]:
-    """Return a run's summary and plan."""
     summary, plan = (run / "summary.json").read_bytes(), (run / "plan.json").read_bytes()
     return json.loads(summary), json.loads(plan)

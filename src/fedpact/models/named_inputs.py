@@ -189,7 +189,6 @@ def _at_the_end(module: nn.Module, given: dict[str, Tensor]) -> Tensor:
 
 
 def _configure(module: nn.Module) -> None:
-    """Switch off the cache of generation, and set a padding token if there is none."""
     config: Any = getattr(module, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -241,7 +240,6 @@ def without_adapters(module: nn.Module) -> Any:
 
 
 def _input_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of a model's forward; with adapters, of the base model's."""
     try:
         return tuple(inspect.signature(without_adapters(module).forward).parameters)
     except (TypeError, ValueError):
@@ -254,7 +252,6 @@ def is_span(output: Any) -> bool:
 
 
 def _logits_of(output: Any) -> Any:
-    """Return the logits of a model's output, or the output if it has none."""
     if isinstance(output, Mapping):
         named = cast(Mapping[str, Any], output)
         alone = [name for name, value in named.items() if isinstance(value, Tensor)]

@@ -48,12 +48,10 @@ def prepare(
 ) -> Prepared:
     """Return a copy of a model that is ready for private training, as far as possible.
 
-    It only makes changes that leave the result the same: layers no longer write in place, weights
-    of half precision become float32, checkpointing and caches of generation are switched off, and
-    attention or experts that cannot be traced are computed by torch's own operations. batch_norm:
-    "group" replaces each BatchNorm by a GroupNorm. records: a few [B, ...]; only their shape and
-    type are used. With them the lines of a forward pass are listed, too.
-    Raises InputError: another batch_norm.
+    Without asking it only makes changes that leave the result the same: no writing in place,
+    float32, no checkpointing, and attention or experts that can be traced. batch_norm: "group" replaces each
+    BatchNorm by a GroupNorm. records: a few [B, ...], for their shape and type; with them the lines
+    of a forward pass are listed, too. Raises InputError: another batch_norm.
     """
     if batch_norm not in (None, "group"):
         raise InputError(f"batch_norm is {batch_norm!r}: expected 'group', or leave it out")
@@ -248,5 +246,4 @@ _ACTS: Final = (
 
 
 def _named(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
-    """Return the names of the layers that satisfy `holds`; of the model itself, its class."""
     return [name or type(model).__name__ for name, layer in model.named_modules() if holds(layer)]

@@ -120,7 +120,6 @@ def _passes(module: nn.Module, x: Tensor) -> bool:
 
 
 def _of_another_size(module: nn.Module, x: Tensor) -> str:
-    """Return what to do if the model takes shorter texts, or images of its own size; "" if not."""
     if x.is_floating_point():
         for size in _own_sizes(module):
             if size != x.shape[1:] and _passes(module, x.new_zeros(len(x), *size)):

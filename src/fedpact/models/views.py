@@ -6,10 +6,9 @@ a_K of a record, the image itself among them,
 
     ℓ_j(w) = (1/K) Σ_k ℓ(w; a_k(x_j), y_j),    g_j = (1/K) Σ_k ∇ℓ(w; a_k(x_j), y_j)
 
-is one record's loss and one record's gradient, which is clipped, weighed and counted as any other.
-So a record moves a sum by at most C, as without views: to the kernel they are a part of the model,
-which makes K images of each record and keeps records apart in a way that it knows. Views are the
-same for every record and step: no draw decides them. A model is evaluated on the images themselves.
+is one record's loss and gradient, which is clipped and counted as any other: a record moves a sum
+by at most C, as without views. To the kernel they are a part of the model. Views are the same for
+every record and step. A model is evaluated on the images themselves.
 """
 
 import torch

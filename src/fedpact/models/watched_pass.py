@@ -1,9 +1,8 @@
 """Find the lines of a forward pass that may prevent private training.
 
-A pass over made-up records is observed, operation by operation: values read out of tensors, writes
-to the model's state, random numbers from outside torch, and operations that mix records. The last
-are found with a record of NaN, which must not spread to other records. The tracer can handle some
-of what is found, so these findings are only added to the error of a certain obstacle.
+A pass over made-up records is observed, operation by operation. Operations that mix records are
+found with a record of NaN, which must not spread to other records. The tracer can handle some of
+what is found, so these findings are only added to the error of a certain obstacle.
 """
 
 import random
@@ -81,7 +80,6 @@ def with_lines(error: ModelError, module: nn.Module, record: Tensor) -> ModelErr
 
 
 def _seen(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]]:
-    """Return the findings of a pass over records x [B, ...], each with its line."""
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     held = {n: v.detach().clone().requires_grad_(v.requires_grad) for n, v in held.items()}
     if marked and x.is_floating_point():
@@ -172,7 +170,6 @@ class _Watch(TorchFunctionMode):
 
 
 def _tensors(thing: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an operation's arguments or result."""
     if isinstance(thing, Tensor):
         yield thing
     elif isinstance(thing, list | tuple | dict):

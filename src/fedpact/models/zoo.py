@@ -1,8 +1,7 @@
 """The papers' models for images, tables and text, and the scaling in front of them.
 
-A record is [length] places in a vocabulary, and its label the next one's, so the vocabulary has as
-many entries as there are classes. Every position of a record is the record's own: no operation
-mixes records.
+A record of text is [length] places in a vocabulary, and its label the next one's, so there are as
+many classes as words. No operation mixes records.
 """
 
 import copy
@@ -32,12 +31,7 @@ def replace_batchnorm(module: nn.Module) -> nn.Module:
     GroupNorm(12, 48, ...)
     """
     module = copy.deepcopy(module)
-    replaced: dict[nn.Module, nn.Module] = {}
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm):
-            replaced[layer] = _group_norm(layer)
-        elif isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-            replaced[layer] = _instance_norm(layer)
+    replaced = {layer: new for layer in module.modules() if (new := _replacement(layer))}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if child in replaced:
@@ -45,19 +39,15 @@ def replace_batchnorm(module: nn.Module) -> nn.Module:
     return replaced.get(module, module)
 
 
-def _group_norm(old: _BatchNorm) -> nn.Module:
-    channels = old.num_features
-    fitting = [g for g in range(1, 33) if channels % g == 0 and channels // g >= 4]
-    new = nn.GroupNorm(max(fitting, default=1), channels, eps=old.eps, affine=old.affine)
-    return _taken_over(old, new)
-
-
-def _instance_norm(old: _InstanceNorm) -> nn.Module:
-    new = type(old)(old.num_features, eps=old.eps, affine=old.affine, track_running_stats=False)
-    return _taken_over(old, new)
-
-
-def _taken_over(old: nn.Module, new: nn.Module) -> nn.Module:
+def _replacement(old: nn.Module) -> nn.Module | None:
+    if isinstance(old, _BatchNorm):
+        channels = old.num_features
+        fitting = [g for g in range(1, 33) if channels % g == 0 and channels // g >= 4]
+        new = nn.GroupNorm(max(fitting, default=1), channels, eps=old.eps, affine=old.affine)
+    elif isinstance(old, _InstanceNorm) and old.track_running_stats:
+        new = type(old)(old.num_features, eps=old.eps, affine=old.affine)
+    else:
+        return None
     # The very parameters: their type, device and requires_grad come along.
     for name, parameter in old.named_parameters(recurse=False):
         setattr(new, name, parameter)
@@ -104,46 +94,13 @@ def mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
-def cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The papers' 4-layer CNN without padding: d = 582,026 on 1x28x28, 878,538 on 3x32x32."""
-    return _cnn(shape, classes, padding=0)
-
-
 def cnn_padded(shape: tuple[int, ...], classes: int) -> nn.Module:
     """The papers' 4-layer CNN with padding 2: d = 1,663,370 on 1x28x28."""
-    return _cnn(shape, classes, padding=2)
+    return cnn(shape, classes, padding=2)
 
 
-def cnn_group_norm(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A small CNN, as private training likes it: d = 19,338 on 1x28x28, 19,626 on 3x32x32.
-
-    Three 3x3 convolutions of stride 2 (16, 32, 32 maps), each with GroupNorm over groups of 8,
-    which keeps records apart where BatchNorm does not, and Tanh (Papernot, Thakurta, Song, Chien,
-    Erlingsson, arXiv 2007.14191); then one linear layer.
-    """
-    channels, *sides = _image("cnn_group_norm", shape)
-    layers: list[nn.Module] = []
-    for maps in (16, 32, 32):
-        layers += [nn.Conv2d(channels, maps, 3, stride=2, padding=1)]
-        layers += [nn.GroupNorm(maps // 8, maps), nn.Tanh()]
-        channels, sides = maps, [(side + 1) // 2 for side in sides]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * math.prod(sides), classes))
-
-
-def _image(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an image. Raises ModelError: of something else."""
-    if len(shape) != 3:
-        remedy = "use 'logistic' or 'mlp' for other records"
-        if len(shape) == 2:
-            remedy = f"give images without channels as {(1, *shape)}, or {remedy}"
-        raise ModelError(
-            f"model {name!r} got records of shape {shape}: expected images (channels, height, "
-            f"width); {remedy}"
-        )
-    return shape
-
-
-def _cnn(shape: tuple[int, ...], classes: int, padding: int) -> nn.Module:
+def cnn(shape: tuple[int, ...], classes: int, padding: int = 0) -> nn.Module:
+    """The papers' 4-layer CNN without padding: d = 582,026 on 1x28x28, 878,538 on 3x32x32."""
     name = "cnn_padded" if padding else "cnn"
     channels, *sides = _image(name, shape)
     for _ in range(2):
@@ -168,6 +125,33 @@ def _cnn(shape: tuple[int, ...], classes: int, padding: int) -> nn.Module:
         nn.ReLU(),
         nn.Linear(512, classes),
     )
+
+
+def cnn_group_norm(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A small CNN, as private training likes it: d = 19,338 on 1x28x28, 19,626 on 3x32x32.
+
+    Three 3x3 convolutions of stride 2 (16, 32, 32 maps), each with GroupNorm over groups of 8 and
+    Tanh (Papernot, Thakurta, Song, Chien, Erlingsson, arXiv 2007.14191); then one linear layer.
+    """
+    channels, *sides = _image("cnn_group_norm", shape)
+    layers: list[nn.Module] = []
+    for maps in (16, 32, 32):
+        layers += [nn.Conv2d(channels, maps, 3, stride=2, padding=1)]
+        layers += [nn.GroupNorm(maps // 8, maps), nn.Tanh()]
+        channels, sides = maps, [(side + 1) // 2 for side in sides]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * math.prod(sides), classes))
+
+
+def _image(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) != 3:
+        remedy = "use 'logistic' or 'mlp' for other records"
+        if len(shape) == 2:
+            remedy = f"give images without channels as {(1, *shape)}, or {remedy}"
+        raise ModelError(
+            f"model {name!r} got records of shape {shape}: expected images (channels, height, "
+            f"width); {remedy}"
+        )
+    return shape
 
 
 _PLACES: Final = 3
@@ -234,8 +218,8 @@ class LastOneHot(nn.Module):
 def ngram(shape: tuple[int, ...], classes: int) -> nn.Module:
     """Logistic regression on the last three places: 12,740 weights with 65 characters.
 
-    A log-linear model of four-grams. It begins where all characters are alike. As of other rows of
-    unit length, an input of 0.3 is the bias's, which takes little of what a clip leaves.
+    It begins where all characters are alike. A bias of input 0.3 takes little of what a clip leaves
+    of rows of unit length.
     """
     places = min(_PLACES, _length("ngram", shape))
     last = ScaledBias.of(places * classes, classes, _BIAS)
@@ -265,10 +249,7 @@ def _length(name: str, shape: tuple[int, ...]) -> int:
 
 
 def check_vocabulary(model: str, vocabulary: int | None, classes: int) -> None:
-    """Raise ModelError: a model of text whose words are more than its classes, which it predicts.
-
-    Records with the others would be left out, each by itself. vocabulary: None: it is not declared.
-    """
+    """Raise ModelError: a model of text with more words than classes, which it predicts."""
     of_text = {f.__name__ for f in (ngram, lstm, transformer)}
     if model in of_text and vocabulary is not None and vocabulary > classes:
         raise ModelError(

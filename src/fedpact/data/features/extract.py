@@ -9,13 +9,13 @@ a record changes no other features, and protecting a record's features protects 
       -> unit length -> float16
 
 Square roots raise weak responses relative to strong ones, as in Fisher vectors (Perronnin, Sánchez,
-Mensink, ECCV 2010): 0.6 points on Fashion-MNIST. Unit length bounds every record's gradient by a
-clip that is chosen without looking at records.
+Mensink, ECCV 2010). Unit length bounds every record's gradient by a clip that is chosen without
+looking at records.
 
-A cache file is _MAGIC, the SHA-256 of the key and the content, then safetensors. The key of
-NAME.features is a digest of the records and of everything else that determines their features. A
-damaged cache, or one with another key, is recomputed; a file without _MAGIC is not overwritten. The
-whitening depends on generated images only, so it is public, and cached for all records.
+A cache file is _MAGIC, the SHA-256 of the key and the content, then safetensors. The key is a
+digest of everything that determines the content, records included. A damaged cache, or one with
+another key, is recomputed; a file without _MAGIC is not overwritten. The whitening depends on
+generated images only, so it is public, and cached for all records.
 """
 
 import hashlib
@@ -83,43 +83,6 @@ def _start(key: bytes, block: bytes) -> bytes:
 
 _SHRINKAGE: Final = 0.4
 _MOST: Final = 8192
-
-
-def whitening(key: str, kind: str, p: int, made: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the mean [p] of generated images' features and their whitening [p, p], float32.
-
-    The covariance is Σ + (ρ tr Σ / p) I with ρ = 0.4. The whitening is the inverse of its Cholesky
-    factor, which is continuous in Σ, so machines with different rounding agree.
-
-    key: a digest of everything that determines them. made: returns the images' features [n, p].
-    Raises ModelError: too many features.
-    """
-    if p > _MOST:
-        raise ModelError(
-            f"features.kind = {kind!r} finds {p} numbers in a record: expected at most {_MOST} "
-            "with whiten = true; lower cells or filters, or set whiten = false"
-        )
-    of, held = bytes.fromhex(key), None
-    # Without a cache directory it is computed each time.
-    with suppress(DataError):
-        held = load_tensors(cache_dir() / "whitening" / key, of)
-    if held is None:
-        found = made().double()
-        mean = found.mean(0)
-        found -= mean
-        covariance = found.T @ found / len(found)
-        ridge = _SHRINKAGE / p * covariance.trace()
-        covariance.diagonal().add_(ridge)
-        factor = torch.linalg.cholesky(covariance)
-        eye = torch.eye(p, dtype=torch.float64)
-        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-        # In the same memory layout, so that products with it round in the same way.
-        held = {"mean": mean.float(), "whitens'": inverse.float().T}
-        with suppress(DataError, OSError):
-            store_tensors(cache_dir() / "whitening" / key, of, held)
-    return held["mean"].clone(), held["whitens'"].clone().T
-
-
 VERSION: Final = 2
 """Version of this computation; increase it with every change of a record's features."""
 
@@ -211,7 +174,7 @@ class Extractor:
 
     @property
     def made_by(self) -> MadeBy:
-        """The user's code that makes them."""
+        """What identifies the user's module."""
         return MadeBy(self._backbone.source, self._backbone.answer)
 
     def __call__(self, x: Tensor) -> Found:
@@ -268,15 +231,30 @@ class Extractor:
 
     @cached_property
     def _whitening(self) -> tuple[Tensor, Tensor]:
-        return whitening(self.key, self._settings.kind, self.width, self._made)
+        """The mean [p] of generated images' features, and their whitening [p, p], float32.
 
-    def _made(self) -> Tensor:
-        """Return the features of generated images [MADE, p]."""
-        made = generate_images(MADE, self._image, self._seed)
-        parts = (some for part in made for some in part.split(_BATCH))
-        found = list(_told(_by_threads(self._mapped_all, parts), MADE, "made images, to whiten by"))
-        self._check_tells(whole := torch.cat(found))
-        return whole
+        The covariance is Σ + (ρ tr Σ / p) I with ρ = 0.4. The whitening is the inverse of its
+        Cholesky factor, which is continuous in Σ, so machines with different rounding agree.
+        """
+        if self.width > _MOST:
+            raise ModelError(
+                f"features.kind = {self._settings.kind!r} finds {self.width} numbers in a record: "
+                f"expected at most {_MOST} with whiten = true; lower cells or filters, or set "
+                "whiten = false"
+            )
+        key, held = bytes.fromhex(self.key), None
+        # Without a cache directory it is computed each time.
+        with suppress(DataError):
+            held = load_tensors(cache_dir() / "whitening" / self.key, key)
+        if held is None:
+            made = generate_images(MADE, self._image, self._seed)
+            parts = _by_threads(self._mapped_all, (s for part in made for s in part.split(_BATCH)))
+            found = torch.cat([*_told(parts, MADE, "made images, to whiten by")])
+            self._check_tells(found)
+            held = _whitened_by(found.double())
+            with suppress(DataError, OSError):
+                store_tensors(cache_dir() / "whitening" / self.key, key, held)
+        return held["mean"].clone(), held["whitens'"].clone().T
 
     @cached_property
     def _tells(self) -> bool:
@@ -286,7 +264,6 @@ class Extractor:
         return True
 
     def _check_tells(self, found: Tensor) -> None:
-        """Raise ModelError if most features of generated images [n, p] are equal."""
         some = found[:_LOOKED_AT]
         if found.isfinite().all() and len(torch.unique(some, dim=0)) > len(some) / 2:
             return
@@ -311,8 +288,20 @@ def extractor(settings: str, shape: tuple[int, ...], seed: int, at: Path, own: i
     return Extractor(FeatureSettings.model_validate_json(settings), shape, seed, at)
 
 
+def _whitened_by(found: Tensor) -> dict[str, Tensor]:
+    """Return the mean of features [n, p], float64, which are changed, and the whitening's T."""
+    mean = found.mean(0)
+    found -= mean
+    covariance = found.T @ found / len(found)
+    covariance.diagonal().add_(_SHRINKAGE / len(mean) * covariance.trace())
+    factor = torch.linalg.cholesky(covariance)
+    eye = torch.eye(len(mean), dtype=torch.float64)
+    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+    # In the same memory layout, so that products with it round in the same way.
+    return {"mean": mean.float(), "whitens'": inverse.float().T}
+
+
 def _told(parts: Iterable[Tensor], count: int, what: str) -> Iterator[Tensor]:
-    """Yield parts of features, and report the progress to this machine's owner."""
     told, done = time.monotonic(), 0
     for part in parts:
         done += len(part)
@@ -344,7 +333,6 @@ def _by_threads(work: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> It
 
 
 def _image_shape(settings: FeatureSettings, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return (channels, height, width)."""
     if len(shape) not in (2, 3):
         raise ModelError(
             f"features.kind = {settings.kind!r} with records of shape {shape}: expected images, "
@@ -374,10 +362,10 @@ def beside(records: Path) -> Path:
 
 
 def features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
-    """Return the features of records x [n, ...], from the cache if it has them.
+    """Return the features of records x [n, ...], from the file `cache` if it has them.
 
-    cache: its file, or None. The features are the same with and without a cache, as all are rounded
-    to float16. A cache that cannot be written is reported in this machine's log.
+    They are the same without a cache, as all are rounded to float16. One that cannot be written is
+    reported in this machine's log.
     """
     if cache is None:
         return extractor(x)

@@ -1,24 +1,22 @@
-"""The kinds of features: random, patches, scattering, and a user's own module.
+"""The kinds of features: maps of images, from settings, a record's shape and a seed alone.
 
-Discs and bars of power-law sizes and of random colours, each laid over those before it (after Lee,
-Mumford, Huang, Occlusion models for natural images, IJCV 2001). Edges, corners and flat parts occur
-in them as in photographs, at all sizes, so they say how features of images vary; no record and no
-photograph takes part.
+Dead leaves are made images: discs and bars of power-law sizes and random colours, each laid over
+those before it (after Lee, Mumford, Huang, Occlusion models for natural images, IJCV 2001). Edges
+and corners occur in them as in photographs, so they say how features of images vary.
 
-Coates, Ng, The importance of encoding versus training with sparse coding and vector quantization,
-ICML 2011: patches are freed of their mean and contrast, whitened, and held against filters that are
-themselves patches; what exceeds a threshold, on either side, is averaged over a grid of cells. Here
-filters and whitening come from made images, half of the filters as drawn and half mirrored.
+Patches (Coates, Ng, The importance of encoding versus training with sparse coding and vector
+quantization, ICML 2011) are freed of their mean and contrast, whitened, and held against filters
+that are themselves patches; what exceeds a threshold, on either side, is averaged over a grid of
+cells. Filters and whitening come from made images, half of the filters as drawn and half mirrored.
 
-After Mallat's scattering transform (Bruna, Mallat, Invariant scattering convolution networks, PAMI
-2013; with differential privacy: Tramèr, Boneh, arXiv 2011.11660). With Gabor filters ψ of two
-widths and 8 directions, |x ∗ ψ| (16 maps), of the narrow ones once more ||x ∗ ψ| ∗ ψ'| with the
-wide ones (64 maps), and the blurred image: 81 maps of each channel, each averaged over a grid of
-cells and divided by its length, so that faint textures count as much as strong outlines.
+Scattering (Bruna, Mallat, Invariant scattering convolution networks, PAMI 2013; with differential
+privacy: Tramèr, Boneh, arXiv 2011.11660): with Gabor filters ψ of two widths and 8 directions,
+|x ∗ ψ| (16 maps), of the narrow ones once more ||x ∗ ψ| ∗ ψ'| with the wide ones (64 maps), and the
+blurred image: 81 maps of each channel, averaged over a grid of cells and divided by their length,
+so that faint textures count as much as strong outlines.
 
-A kind makes maps from public numbers alone: settings, the shape of a record, a seed. Maps take a
-batch of records and give each its own, whatever stands beside it. What is the same for all kinds,
-that records are given in one form, whitened, and cut to unit length, is done in extract.
+A record's maps do not depend on the records beside it. Scaling, whitening and unit length, the same
+for all kinds, are in extract.
 """
 
 import math
@@ -61,9 +59,8 @@ def dead_leaves(
 ) -> Tensor:
     """Return images [stop - start, channels, height, width], float32 in [0, 1], of `count`.
 
-    The same for a seed, whatever start and stop. shape: (channels, height, width). Sizes r have a
-    density in proportion to r^-3 between 1 pixel and half the shorter side; a colour is a grey with
-    a smaller deviation of each channel. They are kept; nobody writes to them.
+    The same for a seed, whatever start and stop; nobody writes to them. shape: (channels, height,
+    width). Sizes r have a density in proportion to r^-3 between 1 pixel and half the shorter side.
     """
     channels, height, width = shape
     (ground, number, leaves), some = _drawn(count, shape, seed), slice(start, stop)
@@ -276,10 +273,9 @@ Rows and columns are places in the image, from top left.
 class FeatureKind:
     """A way to compute features.
 
-    make: of settings, shape (channels, height, width) and a seed, it returns maps. own: the
-    settings that matter here and in the kinds that name them too. twins: of settings, for each map
-    the place of the one that finds in an image what it finds in the mirrored one, at the mirrored
-    place; None where there are none, and mirrored images have maps of their own.
+    make: (settings, shape (channels, height, width), seed) -> maps. own: the settings that only
+    this kind, and others that name them, use. twins: of settings, for each map the place of the one
+    that finds the same in a mirrored image, at the mirrored place; None if there are none.
     """
 
     make: Callable[[Any, tuple[int, int, int], int], Maps]

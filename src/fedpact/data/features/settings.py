@@ -123,7 +123,6 @@ class FeatureSettings(BaseModel):
 
 
 def _own(kind: str) -> tuple[str, ...]:
-    """The settings that matter with a kind."""
     if kind == "none":
         return ()
     return (*_OF_KINDS, *FEATURE_KINDS[kind].own) if kind in FEATURE_KINDS else _OF_FACTORIES

@@ -1,10 +1,9 @@
 """Features by a user's module, which is traced once into a fixed list of operations.
 
-The module is traced (per_sample.tracing) on a made-up batch of one record before any record is
-read. The traced operations then run on each record by itself with the weights of that moment, so
-no state is carried from one record to the next. Modules that cannot be traced are refused: branches
-on values, passes that change weights or buffers, TorchScript, random numbers. The weights are the
-factory's, or come from a file of safetensors or torch whose SHA-256 is in the plan.
+It is traced (per_sample.tracing) on a made-up record before any record is read. The operations run
+on each record by itself with the weights of that moment, so no state is carried to the next one.
+What cannot be traced is refused: branches on values, passes that change weights or buffers,
+TorchScript, random numbers. The weights are the factory's, or a file's with the plan's SHA-256.
 """
 
 import hashlib
@@ -171,6 +170,5 @@ def factory_of(kind: str) -> Callable[..., Any]:
 
 
 def _source_of(factory: Callable[..., Any]) -> str:
-    """Return the SHA-256 of a factory's source file, "" if there is none."""
     path = Path(getattr(inspect.getmodule(factory), "__file__", None) or "")
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
