@@ -161,25 +161,23 @@ class InitialSettings(BaseModel):
         # plan.json records what was found. Only validators have seen the plan yet.
         if self.sha256 is None:
             try:
-                block = block_of(self._path(Path()), _SETTING)
+                block = block_of(self.file(), _SETTING)
             except ModelError as error:
                 raise ValueError(str(error)) from None
             self._found("sha256", hashlib.sha256(block).hexdigest())
-            if self.trained_on is None:
-                self._found("trained_on", _told_by(self.file(), self.sha256)[0])
+            private = _told_by(self.file(), self.sha256)[0]
+            if self.trained_on is None and private:
+                self._found("trained_on", private)
         said = self.trained_on or _ITSELF
         if _ITSELF not in said and _BESIDE not in said:
             # The user's words are added to the run's statement, and never replace it.
-            known = _told_by(self.file(), self.sha256)[0] or _without_privacy(
-                self.file(), self.sha256
-            )
+            known = "".join(_told_by(self.file(), self.sha256)[:2])
             self._found("trained_on", f"{known}{_BESIDE}{said}" if known else said)
         return self
 
-    def _found(self, name: str, value: str | None) -> None:
-        if value is not None:
-            object.__setattr__(self, name, value)
-            self.model_fields_set.add(name)
+    def _found(self, name: str, value: str) -> None:
+        object.__setattr__(self, name, value)
+        self.model_fields_set.add(name)
 
     def check_model(self, model: str) -> None:
         """Raise ValueError if trained_on describes weights that do not exist."""
@@ -196,7 +194,7 @@ class InitialSettings(BaseModel):
         if self.weights is not None:
             return (
                 f"initial.weights = {self.weights!r} without initial.trained_on: {_RELEASED}; "
-                f"{_told_by(self.file(), self.sha256)[1]}"
+                f"{_told_by(self.file(), self.sha256)[2]}"
                 'say what they were trained on (trained_on = "ImageNet-1k"), or name the '
                 "folder of a private run that has ended, which says it by itself"
             )
@@ -261,13 +259,17 @@ class InitialSettings(BaseModel):
         """
         if self.weights is None:
             return None
-        path = self._path(at)
+        path = self.file(at)
         block = read_checked(path, self.sha256, _SETTING)
         return _tensors(path, tensors_of(path, block, _SETTING))
 
-    def file(self) -> Path:
-        """Return the file, or the model in the folder, relative to the working directory."""
-        return self._path(Path())
+    def file(self, at: Path = Path()) -> Path:
+        """Return the file, or the model in the folder, relative to a folder."""
+        path = at / str(self.weights)
+        if path.is_dir():
+            run = path / "run" if (path / "federation.toml").exists() else path
+            path = run / "model.safetensors"
+        return path
 
     def check_form(self, classes: Sequence[str], features: Sequence[str]) -> None:
         """Raise PlanError if the weights are of a run whose classes or columns are others.
@@ -285,13 +287,6 @@ class InitialSettings(BaseModel):
                     f"has {list_some(own)}: declare records.{name} in that order, or give the "
                     "file of the weights from another folder"
                 )
-
-    def _path(self, at: Path) -> Path:
-        path = at / str(self.weights)
-        if path.is_dir():
-            run = path / "run" if (path / "federation.toml").exists() else path
-            path = run / "model.safetensors"
-        return path
 
 
 def fill(module: nn.Module, start: Mapping[str, Tensor]) -> None:
@@ -333,26 +328,32 @@ def _tensors(path: Path, found: object) -> dict[str, Tensor]:
     )
 
 
-def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
-    """Return the statement of the private run in a file's folder, or None and why there is none.
+def _told_by(file: Path, sha256: str | None) -> tuple[str, str, str]:
+    """Return what the run in a file's folder says of it: by a private run, by another, and why not.
 
-    A run describes only files that it wrote and whose SHA-256 it recorded.
+    A run describes only files that it wrote and whose SHA-256 it recorded. Each is "" for nothing.
     """
     run = file.parent
     try:
-        summary, plan = _written(run)
+        summary, plan, privacy = (
+            json.loads((run / f"{name}.json").read_bytes())
+            for name in ("summary", "plan", "privacy")
+        )
+        wrote = sha256 in summary["weights"].values()
+        if summary["private"] is False:
+            return "", f"{plan['data']} by the run {run.name}, which had no privacy" * wrote, ""
         spent, deltas = summary["epsilon"], summary["delta"]
         if not (summary["private"] is True and spent and deltas):
-            return None, ""
-        if sha256 not in summary["weights"].values():
-            return None, f"{file.name} is none of the weights that the run in {run} wrote: "
+            return "", "", ""
+        if not wrote:
+            return "", "", f"{file.name} is none of the weights that the run in {run} wrote: "
         unit, adjacency = plan["privacy"]["unit"], summary["adjacency"]
         # Its own initial weights and features are in its model, too.
         before = [(plan.get(t) or {}).get("trained_on") for t in ("initial", "features")]
         others = f", given {summary['condition']}" * bool(summary.get("condition"))
         # Records that were held out pay for evaluations, which may have ended the run; those whose
         # answers were all lost may have been charged.
-        held = json.loads((run / "privacy.json").read_bytes())["evaluation"] or {}
+        held = privacy["evaluation"] or {}
         found = summary["evaluation"] or {"epsilon_spent": {"": held.get("epsilon_reserved", 0.0)}}
         cost = max([*spent.values(), *found["epsilon_spent"].values()])
         delta = max([*deltas.values(), held.get("delta", 0.0)])
@@ -361,22 +362,6 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str | None, str]:
             f"ε <= {cost!r} at δ = {delta!r} per {unit}, "
             f"{adjacency}{others}{_ITSELF}"
         )
-        return "; before that, on: ".join([told, *filter(None, before)]), ""
+        return "; before that, on: ".join([told, *filter(None, before)]), "", ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None, ""
-
-
-def _without_privacy(file: Path, sha256: str | None) -> str:
-    """Return the statement of the run without privacy in a file's folder, "" if there is none."""
-    try:
-        summary, plan = _written(file.parent)
-        if summary["private"] is not False or sha256 not in summary["weights"].values():
-            return ""
-        return f"{plan['data']} by the run {file.parent.name}, which had no privacy"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return ""
-
-
-def _written(run: Path) -> tuple[Any, Any]:
-    summary, plan = (run / "summary.json").read_bytes(), (run / "plan.json").read_bytes()
-    return json.loads(summary), json.loads(plan)
+        return "", "", ""

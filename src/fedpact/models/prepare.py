@@ -49,9 +49,9 @@ def prepare(
     """Return a copy of a model that is ready for private training, as far as possible.
 
     Without asking it only makes changes that leave the result the same: no writing in place,
-    float32, no checkpointing, and attention or experts that can be traced. batch_norm: "group" replaces each
-    BatchNorm by a GroupNorm. records: a few [B, ...], for their shape and type; with them the lines
-    of a forward pass are listed, too. Raises InputError: another batch_norm.
+    float32, no checkpointing, and attention or experts that can be traced. batch_norm: "group"
+    replaces each BatchNorm by a GroupNorm. records: a few [B, ...], for their shape and type; with
+    them the lines of a forward pass are listed, too. Raises InputError: another batch_norm.
     """
     if batch_norm not in (None, "group"):
         raise InputError(f"batch_norm is {batch_norm!r}: expected 'group', or leave it out")
