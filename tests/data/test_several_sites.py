@@ -28,8 +28,8 @@ BY_SITE = {
     "loaders": ([DataLoader(PAIRS)], "1 part", "from_arrays"),
     "dict of tables": ({"a": FRAME, "b": FRAME}, "2 parts", "for name, one in data.items()"),
     "dict of columns": ({"a": COLUMNS, "b": COLUMNS}, "2 parts", "pandas.DataFrame"),
-    "list of columns": ([COLUMNS, COLUMNS], "2 dicts", "in enumerate(data)"),
-    "rows": (ROWS, "6 dicts", "each dict is one record, data = pandas.DataFrame"),
+    "list of columns": ([COLUMNS, COLUMNS], "2 parts", "in enumerate(data)"),
+    "rows": (ROWS, "6 parts", "each dict is one record, data = pandas.DataFrame"),
     "dict of rows": ({"a": ROWS, "b": ROWS}, "2 parts", "pandas.DataFrame"),
     "files": (["a.csv", "b.csv"], "2 parts", "pandas.read_csv"),
 }

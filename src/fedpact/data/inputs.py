@@ -160,14 +160,14 @@ def table_of(
     by_role = {"label": roles.label, "site": roles.site, "person": roles.person}
     if not labelled:
         by_role = {role: column if column in columns else None for role, column in by_role.items()}
-    for role, column in by_role.items():
-        if column is not None or (role == "label" and labelled):
-            check_role(origin, role, column, columns)
     named = {role: column for role, column in by_role.items() if column is not None}
+    for role, column in (named | ({"label": roles.label} if labelled else {})).items():
+        check_role(origin, role, column, columns)
     others = [column for column in by_role.values() if not is_next_token(column)]
     among = choose_features(columns, form, others)
     rows = token_columns(columns, among, form.length)
-    _warn_of_lists(origin, columns, rows, {*among} - {*by_role.values()})
+    if rows:
+        _warn_of_lists(origin, columns, rows, {*among} - {*by_role.values()})
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         known = {*columns, *rows} - {*others}
         if odd := [c for c in names if c not in known]:
@@ -201,9 +201,8 @@ def _warn_of_lists(
     origin: str, columns: Mapping[str, Any], rows: Mapping[str, Any], among: Collection[str]
 ) -> None:
     used = {id(cells) for cells in rows.values()}
-    left = [n for n in columns if n in among and id(columns[n]) not in used]
-    left = [n for n in left if _holds_arrays(columns[n])] if rows else []
-    if left:
+    free = [n for n in columns if n in among and id(columns[n]) not in used]
+    if left := [n for n in free if _holds_arrays(columns[n])]:
         _logger.warning(
             "%s: the lists of %s are not used, even if the model could read them: a record of "
             "tokens is made of %s",
@@ -340,17 +339,14 @@ def check_together(data: Any) -> None:
         return  # records and their labels
     if not (parts and all(map(_is_sites, parts))):
         return
-    each = "name, one in data.items()" if named else "name, one in enumerate(data)"
-    made = "pandas.read_csv(one)" if isinstance(parts[0], str | Path) else "pandas.DataFrame(one)"
-    remedy = f'pandas.concat([{made}.assign(site=name) for {each}]) and site = "site"'
-    if isinstance(parts[0], tuple | DataLoader) or type(parts[0]).__module__.startswith("torch"):
-        remedy = "fedpact.from_arrays(x, y, site=...), with the site of each record"
-    rows = type(data) is list and all(isinstance(one, Mapping) for one in parts)
-    alone = "; if each dict is one record, data = pandas.DataFrame(data)" if rows else ""
+    each = "data.items()" if named else "enumerate(data)"
     raise DataError(
-        f"data is a {type(data).__name__} of {counted(len(parts), 'dict' if rows else 'part')}: "
-        "expected the records of all sites as one table, with a column that says whose each record "
-        f"is. Write data = {remedy}{alone}"
+        f"data is a {type(data).__name__} of {counted(len(parts), 'part')}: expected the records "
+        "of all sites as one table, with a column that says whose each record is. Write data = "
+        f"pandas.concat([pandas.DataFrame(one).assign(site=name) for name, one in {each}]) and "
+        'site = "site", of files with pandas.read_csv(one); of arrays fedpact.from_arrays(x, y, '
+        "site=...), with the site of each record; if each dict is one record, data = "
+        "pandas.DataFrame(data)"
     )
 
 
@@ -367,7 +363,6 @@ def _is_sites(one: Any) -> bool:
 
 
 def _length(values: Any) -> int:
-    """Return the length of an array or a sequence; 0 for anything else."""
     with suppress(TypeError):  # of a tensor without axes, too
         return len(values)
     return 0
@@ -395,10 +390,9 @@ def columns_of(data: Any) -> Columns | None:
         raise DataError(
             f"{describe_value(data)} has the columns {', '.join(map(str, keys))}: name each once"
         )
+    cells = data if isinstance(data, Mapping) else {}
     if odd := [
-        k
-        for k in (keys if isinstance(data, Mapping) else ())
-        if isinstance(data[k], str | bytes) or not hasattr(data[k], "__iter__")
+        k for k in cells if isinstance(cells[k], str | bytes) or not hasattr(cells[k], "__iter__")
     ]:
         raise DataError(
             f"{describe_value(data)} has {', '.join(map(str, odd))}, which are not columns: pass "
@@ -416,8 +410,11 @@ def columns_of(data: Any) -> Columns | None:
         raise DataError(
             f"{describe_value(data)} has columns of lengths {lengths}: expected equal ones"
         )
-    named = {str(name): getattr(kind, "names", None) for name, kind in told.items()}
-    titles = {name: list(map(str, names)) for name, names in named.items() if names}
+    titles = {
+        str(name): [*map(str, kind.names)]
+        for name, kind in told.items()
+        if getattr(kind, "names", None)
+    }
     return Columns(found, index=index_of(data), titles=titles)
 
 
@@ -451,13 +448,10 @@ def _array(cell: Any) -> np.ndarray | None:
 
 def _together(records: Sequence[np.ndarray], what: str) -> np.ndarray:
     shapes = {record.shape for record in records}
-    if len(shapes) != 1:
-        tokens = all(record.ndim == 1 and record.dtype.kind in "iu" for record in records)
-        hint = "resize images, pad or cut lists"
-        if tokens:
-            hint = "lists of tokens are padded, in a column called input_ids"
-        raise DataError(
-            f"{what}: its records have {len(shapes)} shapes, such as "
-            f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; {hint}"
-        )
-    return np.stack(records)
+    if len(shapes) == 1:
+        return np.stack(records)
+    raise DataError(
+        f"{what}: its records have {len(shapes)} shapes, such as "
+        f"{', '.join(map(str, sorted(shapes)[:3]))}: expected one; resize images, pad or cut "
+        "lists; those of tokens are padded in a column called input_ids"
+    )

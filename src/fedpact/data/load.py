@@ -353,27 +353,28 @@ def from_python(
     if isinstance(data, Dataset) and test is None:
         return replace(data)  # held against the plan's form anew, whatever it was made by
     form = records.shared(target)
+    if isinstance(data, Mapping) and _is_split(data):
+        test = _test_of(data) if test is None else test
+        return from_python(data["train"], records, label, site, person, test, target)
     if isinstance(data, str | Path):
         found = load_dataset(
             str(data), label, site, person=person, classes=records.classes, form=form
         )
         found = replace(found, name=Path(data).name)
-        return found if test is None else _add_test(found, test, label, form)
-    if isinstance(data, Mapping) and _is_split(data):
-        test = _test_of(data) if test is None else test
-        return from_python(data["train"], records, label, site, person, test, target)
-    check_together(data)
-    main = read_table(data, form, Roles(label, site, person))
-    main.sieve.origin = name = "table" if main.features or main.column else "arrays"
-    if test is None or main.features or main.column or isinstance(test, str | Path):
+    else:
+        check_together(data)
+        main = read_table(data, form, Roles(label, site, person))
+        named = bool(main.features or main.column)
+        main.sieve.origin = name = "table" if named else "arrays"
+        if test is not None and not named and not isinstance(test, str | Path):
+            if columns_of(test) is not None:
+                raise DataError(
+                    f"test is {describe_value(test)} beside records (x, y): expected a pair, too"
+                )
+            tables = [main, read_table(test, form, Roles(), origin="test")]
+            return dataset_of(name, tables, records.classes, form)
         found = dataset_of(name, [main], records.classes, form)
-        return found if test is None else _add_test(found, test, label, form)
-    if columns_of(test) is not None:
-        raise DataError(
-            f"test is {describe_value(test)} beside records (x, y): expected a pair, too"
-        )
-    tables = [main, read_table(test, form, Roles(), origin="test")]
-    return dataset_of(name, tables, records.classes, form)
+    return found if test is None else _add_test(found, test, label, form)
 
 
 def _add_test(found: Dataset, test: Any, label: str | None, form: RecordForm) -> Dataset:

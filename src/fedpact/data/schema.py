@@ -18,6 +18,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, Final, Literal, Self, cast
 
 import torch
@@ -69,10 +70,9 @@ class ValueRange(BaseModel):
                     "read, has fewer than 128 between them; take an offset off in the file "
                     "(seconds since the first, say), and declare the range of what is left"
                 )
-        if isinstance(self.fill, float) and not (
-            (self.low is None or self.low <= self.fill)
-            and (self.high is None or self.fill <= self.high)
-        ):
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        if isinstance(self.fill, float) and not low <= self.fill <= high:
             raise ValueError(
                 f"fill = {self.fill:g} is beyond low = {self.low} and high = {self.high}: it "
                 "stands for a value that is missing; expected one between them"
@@ -108,12 +108,13 @@ class Column(ValueRange):
         if not isinstance(raw, dict) or "range" not in raw:
             return raw
         given = {**cast(dict[str, Any], raw)}
-        ends = given.pop("range")
-        if "low" in given or "high" in given or not isinstance(ends, list) or len(ends) != 2:
-            raise ValueError(
-                f"range = {ends}: expected [low, high], and neither low nor high beside it"
-            )
-        return {**given, "low": ends[0], "high": ends[1]}
+        match given.pop("range"):
+            case [low, high] if not {"low", "high"} & {*given}:
+                return {**given, "low": low, "high": high}
+            case ends:
+                raise ValueError(
+                    f"range = {ends}: expected [low, high], and neither low nor high beside it"
+                )
 
     @model_validator(mode="after")
     def _range_or_categories(self) -> Self:
@@ -311,10 +312,7 @@ class Scaling:
     @property
     def names(self) -> tuple[str, ...]:
         """The columns after scaling; "ward=A" for a one-hot category."""
-        if not self.used:
-            return self.features
-        named = [[name, *_each(name, self.form.of(name))] for name in self.features]
-        return tuple(name for first, *rest in named for name in rest or [first])
+        return tuple(chain.from_iterable(self._columns.values()))
 
     @property
     def released(self) -> tuple[int, ...]:
@@ -322,11 +320,18 @@ class Scaling:
 
         They are in the order of the declaration, which is the same at all sites.
         """
-        places, place = dict[str, int](), 0
-        for name in self.features:
-            places[name] = place
-            place += len(_each(name, self.form.of(name))) or 1
+        widths = accumulate(map(len, self._columns.values()), initial=0)
+        places = dict(zip(self._columns, widths, strict=False))
         return tuple(places[name] for name in self.form.released)
+
+    @property
+    def _columns(self) -> dict[str, list[str]]:
+        found = {name: [name] for name in self.features}
+        for name in self.features:
+            own = self.form.of(name)
+            if isinstance(own, Column) and own.scale == "one-hot":
+                found[name] = [f"{name}={category}" for category in own.categories or []]
+        return found
 
     def example(self, record: Tensor) -> Tensor:
         """Return zeros of a scaled record's shape; column names are not needed."""
@@ -364,9 +369,3 @@ def rescale(x: Tensor, own: ValueRange, whole: bool = False) -> Tensor:
     if own.scale in ("range", "released"):
         return (2 * x - low - high) / (high - low)
     return (x - low) / (high - low) if own.scale == "unit" else x
-
-
-def _each(name: str, own: ValueRange) -> list[str]:
-    if not isinstance(own, Column) or own.scale != "one-hot":
-        return []
-    return [f"{name}={category}" for category in own.categories or []]

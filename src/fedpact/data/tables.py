@@ -17,13 +17,20 @@ import torch
 from torch import Tensor
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import Cells, beyond_floats, cells_of, find_named, is_blank, to_numbers
+from fedpact.data.cells import (
+    LARGEST,
+    Cells,
+    beyond_floats,
+    cells_of,
+    find_named,
+    is_blank,
+    to_numbers,
+)
 from fedpact.data.dataset import BEYOND, MISSING, RecordFilter
 from fedpact.data.schema import Column, RecordForm, ValueRange
 from fedpact.data.tokens import is_tokens, read_tokens
 
 _logger = logging.getLogger("fedpact")
-_LARGEST: Final = 2**53  # whole numbers from here on are rounded by floats
 
 
 class Roles(NamedTuple):
@@ -187,7 +194,7 @@ def _convert_numbers(table: Table, given: np.ndarray, form: RecordForm, values: 
 def _whole(table: Table, x: np.ndarray) -> np.ndarray:
     """Return int64, with 0 for values that are not integers."""
     with np.errstate(invalid="ignore"):
-        good = (x > -_LARGEST) & (x < _LARGEST) & (x.dtype.kind != "f" or np.rint(x) == x)
+        good = (x > -LARGEST) & (x < LARGEST) & (x.dtype.kind != "f" or np.rint(x) == x)
     table.mark(~good, "is not a whole number below 2^53")
     return np.where(good, x, 0).astype(np.int64)
 

@@ -87,13 +87,15 @@ def build(
 def _needs_nothing(factory: Callable[..., Any]) -> bool:
     """Whether it is called without arguments: nothing it takes is needed, nor called a shape."""
     try:
-        taken = list(inspect.signature(factory).parameters.values())
+        taken = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
         return False
-    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if any(p.name == "shape" or (p.default is p.empty and p.kind not in many) for p in taken):
-        return False
-    return not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in taken)
+    return not any(
+        p.name == "shape"
+        or p.kind is p.VAR_POSITIONAL
+        or (p.default is p.empty and p.kind is not p.VAR_KEYWORD)
+        for p in taken
+    )
 
 
 def _form(outputs: Any) -> tuple[int, ...] | str:
@@ -145,20 +147,18 @@ def _try(name: str, module: nn.Module, x: Tensor, classes: int, kind: str) -> No
     shape = _form(outputs)
     whole = shape == (2, classes)
     tokens = None if x.is_floating_point() else (2, classes, x.shape[-1])
-    fits = {
-        "number": whole or shape == (2,),
-        "pixels": len(shape) > 2 and shape[:2] == (2, classes) and tokens in (None, shape),
-    }.get(kind, whole)
+    fits, many = whole, f"the labels have {classes} classes, so expected (2, {classes})"
+    if kind == "number":
+        fits = whole or shape == (2,)
+        many = "the labels are numbers, so expected (2, 1) or (2,)"
+    elif kind == "several":
+        many = f"there are {classes} labels, so expected (2, {classes})"
+    elif kind == "pixels":
+        fits = len(shape) > 2 and shape[:2] == (2, classes) and tokens in (None, shape)
+        form = f"{tokens}, classes first" if tokens else f"(2, {classes}, height, width)"
+        place = "token" if tokens else "pixel"
+        many = f"each {place} has one of {classes} classes, so expected {form}"
     if not fits:
-        many = {
-            "number": "the labels are numbers, so expected (2, 1) or (2,)",
-            "pixels": f"each token has one of {classes} classes, so expected {tokens}, classes "
-            "first"
-            if tokens
-            else f"each pixel has one of {classes} classes, so expected (2, {classes}, height, "
-            "width)",
-            "several": f"there are {classes} labels, so expected (2, {classes})",
-        }.get(kind, f"the labels have {classes} classes, so expected (2, {classes})")
         advice = explain_outputs(module, outputs, x.shape[-1], classes, kind)
         raise ModelError(f"model {name!r} answers a batch of 2 with {shape}: {many}; {advice}")
     if trained not in (None, shape):

@@ -16,8 +16,23 @@ def explain_failure(module: nn.Module, x: Tensor, count: int, error: Exception) 
     count: how many of them it was given; 1 if it takes B. The library's words belong beside it, as
     what a model lacks may not be why it failed.
     """
-    if lacking := _what_is_lacking(module, x, error):
-        return lacking
+    if "Expected more than 1" in str(error):
+        return (
+            "a layer normalises over a single number, which makes 0 of it: give larger records, "
+            "or take a model that shrinks them less often"
+        )
+    if reads_mask(module, x):
+        x = x.clone()
+        x[:, 1] = 1
+        if _passes(module, x):
+            return "it takes no text with padding: choose another model"
+    if told := _of_another_size(module, x):
+        return told
+    if not isinstance(module, NamedInputs) and x.dim() == 3 and not x.is_floating_point():
+        return (
+            f"it is given {tuple(x.shape[1:])}, tokens and their mask: name its inputs, as "
+            "forward(self, input_ids, attention_mask)"
+        )
     if count == 1:
         return "let it take any number of records, and compute each by itself"
     types = {str(p.dtype) for p in module.parameters() if p.is_floating_point()}
@@ -86,30 +101,6 @@ def make_whole_text(module: nn.Module, x: Tensor) -> Tensor:
             x[:, 0] = 2
         x[:, 1, -1] = 0
     return x
-
-
-def _what_is_lacking(module: nn.Module, x: Tensor, error: Exception) -> str:
-    """Return what a model that failed needs, and records x [B, ...] do not give; "" if unknown."""
-    if "Expected more than 1" in str(error):
-        return (
-            "a layer normalises over a single number, which makes 0 of it: give larger records, "
-            "or take a model that shrinks them less often"
-        )
-    if reads_mask(module, x):
-        x = x.clone()
-        x[:, 1] = 1
-        if _passes(module, x):
-            return "it takes no text with padding: choose another model"
-    if told := _of_another_size(module, x):
-        return told
-    if not isinstance(module, NamedInputs):
-        if x.dim() != 3 or x.is_floating_point():
-            return ""
-        return (
-            f"it is given {tuple(x.shape[1:])}, tokens and their mask: name its inputs, as "
-            "forward(self, input_ids, attention_mask)"
-        )
-    return ""
 
 
 def _passes(module: nn.Module, x: Tensor) -> bool:

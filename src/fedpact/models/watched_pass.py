@@ -7,10 +7,9 @@ what is found, so these findings are only added to the error of a certain obstac
 
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from traceback import extract_stack
-from types import MappingProxyType
 from typing import Any, Final, cast
 
 import numpy as np
@@ -33,16 +32,14 @@ _STATE: Final = "a pass changes the model's own state"
 _MIXED: Final = "records of a batch meet"
 _ROUNDED: Final = "numbers are rounded by torch.autocast"
 _DRAWN: Final = "Python's or numpy's random numbers are drawn"
-_REMEDIES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        _BRANCH: "torch.where(condition, a, b) chooses for each record",
-        _NUMBER: "compute with the tensor itself, a number for each record, as x.amax(1)",
-        _STATE: "take that out, or find it from public records before and freeze it",
-        _MIXED: "take means, sorts and the like within a record, from dimension 1 on",
-        _ROUNDED: 'take it out; precision = "bf16" of a run computes so, and is checked for it',
-        _DRAWN: "draw with torch.rand_like or dropout, a number for each record",
-    }
-)
+_REMEDIES: Final = {
+    _BRANCH: "torch.where(condition, a, b) chooses for each record",
+    _NUMBER: "compute with the tensor itself, a number for each record, as x.amax(1)",
+    _STATE: "take that out, or find it from public records before and freeze it",
+    _MIXED: "take means, sorts and the like within a record, from dimension 1 on",
+    _ROUNDED: 'take it out; precision = "bf16" of a run computes so, and is checked for it',
+    _DRAWN: "draw with torch.rand_like or dropout, a number for each record",
+}
 _TAKEN: Final = {"__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__"}
 _OF_LAYERS: Final = ("batch_norm", "instance_norm")
 
