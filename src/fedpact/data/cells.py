@@ -27,7 +27,6 @@ from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import list_some
-from fedpact.data.dataset import CONTROL
 
 Cells = Sequence[Any]
 
@@ -297,8 +296,6 @@ def _read_csv(path: Path) -> Columns:
     content = path.read_bytes()
     lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
     header = _cells(lines[0]) if lines else []
-    if not isinstance(header, str):
-        _check_names(path, header)
     if isinstance(header, str) or not header or len(set(header)) < len(header) or len(header) == 1:
         _check_header(path, content, header)
     rows, broken = list[list[str]](), dict[int, str]()
@@ -422,17 +419,8 @@ def _read_parquet(path: Path) -> Columns:
         raise DataError(
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error
-    _check_names(path, table.column_names)
     cells = {name: arrow_cells(table.column(name)) for name in table.column_names}
     return Columns(cells, index=index_of(table))
-
-
-def _check_names(path: Path, names: Iterable[str]) -> None:
-    if strange := [name for name in names if CONTROL.search(name)]:
-        raise DataError(
-            f"data file {path} has a column {strange[0]!a}: expected a name without control "
-            "characters, which a terminal obeys; rename it in the file"
-        )
 
 
 def index_of(data: Any) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ Its errors give names, shapes, rows and columns, never a value of a record.
 """
 
 import logging
-import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,9 +20,6 @@ from fedpact.common.format import counted, percent, toml, toml_key
 from fedpact.data.schema import RecordForm
 
 _logger = logging.getLogger("fedpact")
-
-CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters that may act on a terminal; names must not contain them."""
 
 
 _SHOWN: Final = 3
@@ -274,7 +270,7 @@ class Dataset:
     form: the declaration that the records were checked against; None after a replacement.
 
     Whoever makes one has checked its labels; see data.load. Raises DataError: a class named twice,
-    x_test of another shape than x, a number that is not finite, or a name with control characters.
+    x_test of another shape than x, or a number that is not finite.
     """
 
     name: str
@@ -300,7 +296,6 @@ class Dataset:
                 f"{len(set(self.classes))} of them different: expected at least one, and no name "
                 "twice; name every class once"
             )
-        self._check_names()
         if self.x_test is not None and self.x_test.shape[1:] != self.x.shape[1:]:
             raise DataError(
                 f"data set {self.name}: a record of x has shape {tuple(self.x.shape[1:])}, one "
@@ -350,17 +345,6 @@ class Dataset:
         if of_test is None or of_test.all() or self.x_test is None or self.y_test is None:
             return kept
         return replace(kept, x_test=self.x_test[of_test], y_test=self.y_test[of_test])
-
-    def _check_names(self) -> None:
-        # The classes of texts are characters, which may be control characters.
-        classes = self.classes if self.x.is_floating_point() else ()
-        given = {"column": (*self.features, *([self.column] if self.column else []))}
-        for role, names in (given | {"class": classes, "site": set(self.site or ())}).items():
-            if strange := sorted(name for name in names if CONTROL.search(name)):
-                raise DataError(
-                    f"data set {self.name} has a {role} {strange[0]!a}: expected a name without "
-                    "control characters, which a terminal obeys; rename it"
-                )
 
 
 def with_columns(data: Dataset, form: RecordForm) -> Dataset:
