@@ -244,12 +244,12 @@ def check_suffix(path: Path) -> None:
         )
 
 
-def conversion(path: Path, reader: str, more: str = "", **options: Any) -> str:
+def conversion(path: Path, reader: str, **options: Any) -> str:
     """Return a command that converts a table to a supported format."""
     given = "".join(f", {key}={value!r}" for key, value in options.items())
     target = str(path.with_suffix(".utf8.csv" if path.suffix == ".csv" else ".csv"))
     return (
-        f'python -c "import pandas; pandas.{reader}({str(path)!r}{given}){more}'
+        f'python -c "import pandas; pandas.{reader}({str(path)!r}{given})'
         f'.to_csv({target!r}, index=False)"'
     )
 
@@ -314,12 +314,11 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
     """
     encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
     encoding = encoding if header == NOT_UTF_8 else "utf-8"
-    # Behind an open quotation mark the next line is no header, but the rest of this one.
-    rows = content.decode(encoding, "replace").splitlines()[: 1 if header == _OPEN else 20]
-    separator = max(",;\t|", key=next(filter(str.strip, rows), "").count)
+    lines = content.decode(encoding, "replace").splitlines()
+    separator = max(",;\t|", key=next(filter(str.strip, lines), "").count)
     if encoding == "utf-8" and separator == "," and len(header) == 1:
         return
-    told, options, more = list[str](), dict[str, Any](), ""
+    told, options = list[str](), dict[str, Any]()
     if separator != ",":
         told.append(f"separates columns by {separator!r}, not by commas")
         # If semicolons separate columns, commas are decimal points.
@@ -327,22 +326,13 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
     if isinstance(header, str):
         told.append(header)
         options |= {"encoding": encoding} if header == NOT_UTF_8 else {}
-    named = [len({cell.strip() for cell in row.split(separator)} - {""}) for row in rows]
-    start = next((k for k, count in enumerate(named) if count > max(named) - 2), 0)
-    if any(named[:start]):
-        # Exports of spreadsheets may have titles above the header, and empty columns.
-        told.append(f"has no columns; line {start + 1} looks like the header")
-        options["skiprows"] = start
-        more = ".dropna(axis=1, how='all')"
-    elif not told and header:
+    if not told and header:
         told.append(f"has the columns {list_some(header)}")
-        more = ".dropna(axis=1, how='all')" if header.count("") > 1 else ""
-    command = conversion(path, "read_csv", more, **options)
     raise DataError(
         f"data file {path}: {'its first line ' + ' and '.join(told) if told else 'it is empty'}: "
         "expected a header line that names each column once, in UTF-8 text, with commas between "
         f"them and points in numbers{'; write each name on one line' * (header == _OPEN)}"
-        f"{f'; convert it: {command}' if options or more else ''}"
+        + (f"; convert it: {conversion(path, 'read_csv', **options)}" if options else "")
     )
 
 
