@@ -66,7 +66,7 @@ def test_masks_lose_their_channel_axis_and_keep_every_value():
     form = RecordForm(target=LabelForm(kind="pixels"))
     found = fedpact.from_arrays(IMAGES, MASKS[:, None], form=form)
     assert found.y.numpy().tolist() == MASKS.tolist()
-    with pytest.raises(DataError, match=r"up to 255, and 2, 3, 4, 5, 6, \.\.\. never occur"):
+    with pytest.raises(DataError, match=r"up to 255, and 2, 3, 4, 5, 6 .* never occur"):
         fedpact.from_arrays(IMAGES, np.where(IMAGES[:, 0] > 2, 255, MASKS), form=form)
     with pytest.raises(DataError, match="are they masks of class numbers"):
         fedpact.from_arrays(IMAGES, MASKS / 3, form=form)
@@ -98,7 +98,7 @@ def test_wrong_feature_count_of_a_class_error_has_a_remedy(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "why"),
     [
-        (X[:, 0], "labels are numbers such as .*, 60 different ones of 60 records, .*regression"),
+        (X[:, 0], "60 different labels, such as .*regression"),
         (np.round(X[:, 0], 1), "task.kind = 'regression', with task.range"),
         (np.arange(60) + 100, "regression"),
         ([f"patient {i}" for i in range(60)], "60 different labels.*is it the column"),
@@ -128,7 +128,7 @@ def test_names_beside_numbers_in_a_test_set_are_refused(swapped):
 
 def test_class_numbers_that_never_occur_are_reported(caplog):
     fedpact.from_arrays(X, 1 + np.arange(60) % 2)
-    assert "no label is 0, and 2 is the largest: it is trained with 3 classes" in caplog.text
+    assert "up to 2, and 0 never occur: it is trained with 3 classes" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -157,17 +157,17 @@ def table_of(
     form: selects the features. Raises DataError: a missing column; for the rest see `read_table`.
     """
     columns = found.cells
-    by_role = {"label": roles.label, "site": roles.site, "person": roles.person}
     if not labelled:
-        by_role = {role: column if column in columns else None for role, column in by_role.items()}
-    named = {role: column for role, column in by_role.items() if column is not None}
-    for role, column in (named | ({"label": roles.label} if labelled else {})).items():
-        check_role(origin, role, column, columns)
-    others = [column for column in by_role.values() if not is_next_token(column)]
+        roles = Roles(*(column if column in columns else None for column in roles))
+    for role, column in roles._asdict().items():
+        if column is not None or (role == "label" and labelled):
+            check_role(origin, role, column, columns)
+    named = [column for column in roles if column is not None]
+    others = [column for column in roles if not is_next_token(column)]
     among = choose_features(columns, form, others)
     rows = token_columns(columns, among, form.length)
     if rows:
-        _warn_of_lists(origin, columns, rows, {*among} - {*by_role.values()})
+        _warn_of_lists(origin, columns, rows, {*among} - {*roles})
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         known = {*columns, *rows} - {*others}
         if odd := [c for c in names if c not in known]:
@@ -177,9 +177,9 @@ def table_of(
                 "features anyway; correct the names, or take them out"
             )
     unused = {*found.index, *_numbering(origin, list(columns), form)}
-    chosen = choose_features(columns, form, by_role.values())
+    chosen = choose_features(columns, form, roles)
     features = [c for c in chosen if form.features is not None or c not in unused]
-    if not (rows or features) or len({*named.values()}) < len(named):
+    if not (rows or features) or len({*named}) < len(named):
         raise DataError(
             f"{origin}: label column {roles.label!r}, site column {roles.site!r} and person column "
             f"{roles.person!r} leave {len(features)} feature columns of {len(columns)}: expected "
@@ -189,11 +189,11 @@ def table_of(
     sieve = RecordFilter(origin, len(next(iter(x.values()))), 1)
     for row, why in found.broken.items():
         sieve.leave_out(row, "", why)
-    y, *names = (None if name is None else columns[name] for name in by_role.values())
-    titles = found.titles.get(str(by_role["label"]))
+    y, *names = (None if name is None else columns[name] for name in roles)
+    titles = found.titles.get(str(roles.label))
     if y is not None and titles:
         y = [titles[int(cell)] if cell in range(len(titles)) else None for cell in y]
-    table = Table(sieve, x, y, *names, roles=named, titles=titles, labels="names")
+    table = Table(sieve, x, y, *names, roles=roles, titles=titles, labels="names")
     return _with_arrays(table, form, shape, at_site=labelled)
 
 

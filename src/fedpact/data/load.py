@@ -200,7 +200,7 @@ def dataset_of(
     ]
     check_left()
     main, sieve = tables[0], tables[0].sieve
-    if classes is None and is_next_token(main.roles.get("label"), form.target.next):
+    if classes is None and is_next_token(main.roles.label, form.target.next):
         if not form.vocabulary:
             raise DataError(
                 f"data set {name}: each token's label is the next token: expected the number of "
@@ -217,7 +217,7 @@ def dataset_of(
     site = None if main.site is None else targets.read_sites(main)
     person = None
     if main.person is not None:
-        person = targets.persons_of(main.person, sieve, main.roles.get("person", "person"))
+        person = targets.persons_of(main.person, sieve, str(main.roles.person))
     check_left()
     for table in tables:
         table.sieve.warn(values=not at_site)
@@ -279,7 +279,7 @@ def load_site(
         form = form.model_copy(update={"length": shape[-1]})
     roles = Roles(label, person=person)
     table, form = read_declared(path, form, roles, shape, features, convert=convert)
-    whose = table.person if person == table.roles.get("person", "person") else None
+    whose = table.person if person == table.roles.person else None
     if person is not None and whose is None:
         raise DataError(
             f"data file {path} holds no array {person!r}, which federation.toml names as what says "

@@ -8,7 +8,7 @@ site, as that would reveal it to others.
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any, Final, NamedTuple
 
@@ -41,16 +41,19 @@ class Roles(NamedTuple):
     person: str | None = None
 
 
+_OF_ARRAYS: Final = Roles("y", "site", "person")
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
     """Records before conversion to numbers.
 
     sieve: which of them are left out; rows count from 1 in a table, from 0 in an array. x: for a
     table name -> cells [n] of the features in order; for arrays one of them, [n, ...]. y: the
-    labels [n, ...]; site, person: the names [n]; None without. roles: the names of the columns
-    "label", "site" and "person". column: the column whose cells are the arrays x. titles: the names
-    of the classes that y numbers. labels: the meaning of labels if the declaration has none,
-    "names", "numbers", or None: see `class_numbers`.
+    labels [n, ...]; site, person: the names [n]; None without. roles: the columns or arrays of
+    these. column: the column whose cells are the arrays x. titles: the names of the classes that y
+    numbers. labels: the meaning of labels if the declaration has none, "names", "numbers", or None:
+    see `class_numbers`.
     """
 
     sieve: RecordFilter
@@ -58,7 +61,7 @@ class Table:
     y: Any = None
     site: Any = None
     person: Any = None
-    roles: Mapping[str, str] = field(default_factory=lambda: {"label": "y"})
+    roles: Roles = _OF_ARRAYS
     column: str | None = None
     titles: Sequence[str] | None = None
     labels: str | None = None

@@ -50,7 +50,7 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
     kind, labels = form.target.kind, [table.y for table in tables]
     named = tables[0].labels == "names"
     if kind == "number":
-        return (tables[0].roles["label"] if named else "value",)
+        return (str(tables[0].roles.label) if named else "value",)
     several = _commonest_length(labels[0]) if kind == "several" else 0
     if kind == "several" and not several:
         raise DataError(
@@ -89,17 +89,26 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
             f"a label is {largest}: expected class numbers from 0, and fewer classes than the "
             f"{records} records; number the classes 0, 1, 2, ... or store labels as names"
         )
-    never = [k for k in range(largest) if k not in {*found.tolist()}]
-    if never and is_tokens(tables[0].features):
-        raise DataError(
-            f"data set {name}: its tokens' labels are numbers up to {largest}, and "
-            f"{list_some(map(str, never))} never occur: expected all classes of the model by name, "
-            f"as classes = [str(k) for k in range({largest + 1})], or of a language model as many "
-            "as its vocabulary has; -100 is where a token has no label. A causal language model "
-            'learns by task.kind = "next_token", and needs records.vocabulary alone'
+    if never := [str(k) for k in range(largest) if k not in {*found.tolist()}]:
+        told = f"the labels are numbers up to {largest}, and {list_some(never, 5)} never occur"
+        if is_tokens(tables[0].features):
+            raise DataError(
+                f"data set {name}: of its tokens {told}: expected all classes of the model by "
+                f"name, as classes = [str(k) for k in range({largest + 1})], or of a language "
+                "model as many as its vocabulary has; -100 is where a token has no label. A causal "
+                'language model learns by task.kind = "next_token", and needs records.vocabulary '
+                "alone"
+            )
+        if kind == "pixels":
+            raise DataError(
+                f"data set {name}: of its masks {told}: expected a class number from 0 at each "
+                f"pixel. Write {UNLABELLED} where one is to be ignored (often 255); or, if all of "
+                f"0 to {largest} are classes, name them as records.classes"
+            )
+        _logger.warning(
+            f"data set {name}: {told}: it is trained with {largest + 1} classes; number them "
+            "from 0, or name them as records.classes"
         )
-    if never:
-        _tell_never(name, never, largest, pixels=kind == "pixels")
     return tuple(map(str, range(max(largest, 0) + 1)))
 
 
@@ -116,7 +125,7 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
     try:
         numbers = [float(name) for name in whole]
     except ValueError:
-        _check_many(name, names, len(given), "is it the column of the labels")
+        _check_classes(name, names, len(given), "is it the column of the labels")
         if odd := [label for label in names if is_blank(label)]:
             _logger.warning(
                 "data set %s: the labels %s count as classes: if they stand for none, name the "
@@ -162,39 +171,16 @@ def check_several(name: str, classes: Sequence[str], table: Table, form: RecordF
     )
 
 
-def _check_classes(name: str, found: Sequence[float], records: int, ask: str) -> None:
-    odd = [value for value in found if value != round(value)] if np.isfinite(found).all() else []
-    if odd:
+def _check_classes(name: str, found: Sequence[Any], records: int, ask: str) -> None:
+    """Raise DataError if labels, numbers or names, look like another task's."""
+    numbers = bool(found) and not isinstance(found[0], str) and np.isfinite(found).all()
+    odd = [value for value in found if value != round(value)] if numbers else []
+    if odd or len(found) > max(_FEW, records / 2):
+        such = f", such as {odd[0]:g}" if odd else ""
         raise DataError(
-            f"data set {name}: its labels are numbers such as {odd[0]:g}, {len(found)} different "
-            f"ones of {records} records, and no classes are declared: {ask}? If they are classes, "
-            "name them as records.classes"
-        )
-    _check_many(name, found, records, ask)
-
-
-def _check_many(name: str, found: Sequence[object], records: int, ask: str) -> None:
-    if len(found) > max(_FEW, records / 2):
-        raise DataError(
-            f"data set {name}: {records} records have {len(found)} different labels, and no "
+            f"data set {name}: {records} records have {len(found)} different labels{such}, and no "
             f"classes are declared: {ask}? If they are classes, name them as records.classes"
         )
-
-
-def _tell_never(name: str, never: list[int], largest: int, *, pixels: bool) -> None:
-    told = ", ".join(map(str, never[:5])) + (", ..." if len(never) > 5 else "")
-    if pixels:
-        raise DataError(
-            f"data set {name}: its masks have the numbers up to {largest}, and {told} never occur: "
-            f"expected a class number from 0 at each pixel. Write {UNLABELLED} where one is to be "
-            f"ignored (often 255); or, if all of 0 to {largest} are classes, name them as "
-            "records.classes"
-        )
-    _logger.warning(
-        "data set %s: no label is %s, and %d is the largest: it is trained with %d classes; number "
-        "the classes from 0, or name them as records.classes",
-        *(name, told, largest, largest + 1),
-    )
 
 
 _NOBODY: Final = frozenset(
@@ -308,7 +294,7 @@ def read_sites(table: Table) -> list[str]:
     for row, name in enumerate(sieve.sites):
         if not name:
             why = "names no site (a record without one is left out)"
-            sieve.leave_out(row, table.roles.get("site", "site"), why)
+            sieve.leave_out(row, str(table.roles.site), why)
     return names
 
 
@@ -363,7 +349,7 @@ def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.nd
     A class: its index, int64 [n]. A number: float32 [n], -1..1. Several: 0 or 1 for each class,
     float32 [n, K]. Pixels: indices, int64 [n, ...]. Raises DataError: a table cannot hold such.
     """
-    labels, column, sieve = table.y, table.roles.get("label", "y"), table.sieve
+    labels, column, sieve = table.y, str(table.roles.label), table.sieve
     kind = form.target.kind
     if kind == "class":
         return class_numbers(labels, classes, form.labels or table.labels, column, sieve)
@@ -407,7 +393,7 @@ def token_labels(
     """
     if form.target.kind != "pixels" or table.y is None:
         return table
-    y, label = table.y, table.roles.get("label")
+    y, label = table.y, table.roles.label
     if is_tokens(table.features):
         lists = cast(Mapping[str, Sequence[Any]], table.x)
         span = classes is not None and len(classes) == x.shape[-1]
