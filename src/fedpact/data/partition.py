@@ -334,14 +334,13 @@ class Partition:
             raw: dict[str, Any] = json.loads(Path(path).read_text())
             if not raw["train"] or raw["train"].keys() != raw["held_out"].keys():
                 raise ValueError("its sites do not agree")
-            return Partition(
-                settings=PartitionSettings(**raw["settings"]),
-                seed=raw["seed"],
-                classes=tuple(raw["classes"]),
-                train={name: np.array(i, np.int64) for name, i in raw["train"].items()},
-                held_out={name: np.array(i, np.int64) for name, i in raw["held_out"].items()},
-                label_counts=np.array(raw["label_counts"], np.int64),
+            parts = (
+                {name: np.array(indices, np.int64) for name, indices in raw[part].items()}
+                for part in ("train", "held_out")
             )
+            counts = np.array(raw["label_counts"], np.int64)
+            settings = PartitionSettings(**raw["settings"])
+            return Partition(settings, raw["seed"], tuple(raw["classes"]), *parts, counts)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"partition file {path} cannot be used ({type(error).__name__}: {error}): expected "

@@ -61,7 +61,9 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
     if kind == "several":
         return tuple(map(str, range(several)))
     texts = [y for y in labels if not named and y.dtype.kind == "U"]
-    if texts and len(texts) < len(labels) and not all(map(_is_whole, texts[0].flat)):
+    first = texts[0].flat if texts else ()
+    whole = [cells.without_decimal_zeros(str(text)).isdecimal() for text in first]
+    if texts and len(texts) < len(labels) and not all(whole):
         raise DataError(
             f"data set {name}: the training labels are of type {labels[0].dtype}, and the test "
             f"labels of {labels[1].dtype}: expected names of classes in both, or numbers in both; "
@@ -112,10 +114,6 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
     return tuple(map(str, range(max(largest, 0) + 1)))
 
 
-def _is_whole(text: Any) -> bool:
-    return re.fullmatch(r"[0-9]+", cells.without_decimal_zeros(str(text))) is not None
-
-
 def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes sorted, by size if they are numbers. Raises DataError."""
     given = [label.strip() for label in labels]
@@ -159,7 +157,7 @@ def check_several(name: str, classes: Sequence[str], table: Table, form: RecordF
         return
     labels = table.y.flat if isinstance(table.y, np.ndarray) else table.y
     found = sorted({text for label in labels if not cells.is_missing(text := text_of(label))})
-    told = ", ".join(map(repr, found[:5])) + (", ..." if len(found) > 5 else "")
+    told = list_some(map(repr, found), 5)
     if left := table.sieve.document():
         column, why, count = left["why"][0]
         told += f" ({left['records']} of {left['of']} records are left out: of {count} "
@@ -267,7 +265,9 @@ def class_numbers(
         if k < 0 and how != "names":
             number = int(label) if isinstance(label, bool | np.bool_) else text_of(label)
             number = {"true": 1, "false": 0}.get(str(number).lower(), number)
-            k = _place_of(cells.without_decimal_zeros(str(number)), len(classes))
+            text = cells.without_decimal_zeros(str(number))
+            k = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else -1
+            k = k if k < len(classes) else -1
         if cells.beyond_floats(label):
             why = "is a number from 2^53 on: write such names as text"
             sieve.leave_out(row, column, why, label)
@@ -308,15 +308,12 @@ def _check_length(names: Any, sieve: RecordFilter, role: str) -> None:
 
 def ambiguous(classes: Sequence[str]) -> bool:
     """Whether a class's name is a number other than its index, such as "1" for index 0."""
-    return any(_is_other(name, k) for k, name in enumerate(classes))
-
-
-def _is_other(name: str, k: int) -> bool:
-    try:
-        # Larger ones are only text: as numbers they are left out.
-        return (number := float(name)) != k and abs(number) < 2**53
-    except ValueError:
-        return False
+    for k, name in enumerate(classes):
+        with suppress(ValueError):
+            # Larger ones are only text: as numbers they are left out.
+            if (number := float(name)) != k and abs(number) < cells.LARGEST:
+                return True
+    return False
 
 
 def check_ambiguous(
@@ -336,11 +333,6 @@ def two_meanings(data: str, classes: Sequence[str], file: str) -> DataError:
         'so a label in an array may mean two: set labels = "names" or "numbers" in [records] of '
         f"{file}"
     )
-
-
-def _place_of(text: str, classes: int) -> int:
-    whole = re.fullmatch(r"[0-9]{1,18}", text)
-    return int(text) if whole and int(text) < classes else -1
 
 
 def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.ndarray:

@@ -262,11 +262,7 @@ def _strength(x: Tensor, filters: Tensor, stride: int = 1) -> Tensor:
 
 Shape = tuple[int, ...]
 Maps = Callable[[Tensor], Tensor]
-"""Records [B, channels, height, width] in [0, 1] -> what each holds, [B, maps, rows, columns].
-
-Numbers >= 0, of which extract takes the square roots.
-Rows and columns are places in the image, from top left.
-"""
+"""Records [B, channels, height, width] in [0, 1] -> numbers >= 0, [B, maps, rows, columns]."""
 
 
 @dataclass(frozen=True)
@@ -281,11 +277,6 @@ class FeatureKind:
     make: Callable[[Any, tuple[int, int, int], int], Maps]
     own: tuple[str, ...] = ()
     twins: Callable[[Any], Tensor | None] = lambda _: None
-
-
-def _scattering(settings: Any, shape: tuple[int, int, int], seed: int) -> Maps:
-    del seed
-    return Scattering(_cells(settings, 5, min(shape[1:]) // 2, shape))
 
 
 def _patches(settings: Any, shape: tuple[int, int, int], seed: int) -> Maps:
@@ -303,29 +294,31 @@ def _patches_twins(settings: Any) -> Tensor | None:
 
 
 def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
+    patches = settings.kind == "patches"
     if most < 1:
-        least = settings.size if settings.kind == "patches" else 2
+        least = settings.size if patches else 2
+        last = shape[-1] <= 4 < shape[0]
         raise ModelError(
             f"features.kind = {settings.kind!r} with images of shape {shape}: expected at least "
-            f"{least} x {least} pixels"
-            + (f", as size = {least}; lower size" if settings.kind == "patches" else "")
-            + (
-                "; if channels come last, pass numpy.moveaxis(x, -1, 1)"
-                * (shape[-1] <= 4 < shape[0])
-            )
+            f"{least} x {least} pixels{f', as size = {least}; lower size' * patches}"
+            + "; if channels come last, pass numpy.moveaxis(x, -1, 1)"
+            * last
         )
     cells = min(default, most) if settings.cells is None else settings.cells
     if not 1 <= cells <= most:
         raise ModelError(
             f"features.kind = {settings.kind!r} with cells = {cells}: an image of shape {shape} "
             f"has places for {most} x {most} at most; lower cells"
-            + (f", or size = {settings.size}" if settings.kind == "patches" else "")
+            + f", or size = {settings.size}"
+            * patches
         )
     return cells
 
 
 FEATURE_KINDS: Final[dict[str, FeatureKind]] = {
-    "scattering": FeatureKind(_scattering, own=("cells",)),
+    "scattering": FeatureKind(
+        lambda s, shape, _: Scattering(_cells(s, 5, min(shape[1:]) // 2, shape)), own=("cells",)
+    ),
     "patches": FeatureKind(
         _patches, own=("cells", "filters", "size", "threshold"), twins=_patches_twins
     ),
