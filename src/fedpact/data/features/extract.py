@@ -53,8 +53,6 @@ _BODY: Final = len(_MAGIC) + 32
 def load_tensors(path: Path, key: bytes) -> dict[str, Tensor] | None:
     """Return the tensors stored under a key, None if there are none or they cannot be read."""
     try:
-        if not path.is_file():  # nor a pipe, which would be waited for
-            return None
         block = path.read_bytes()
         if _start(key, block[_BODY:]) != block[:_BODY]:
             return None
@@ -71,7 +69,7 @@ def store_tensors(path: Path, key: bytes, tensors: Mapping[str, Tensor]) -> None
 
     Raises OSError: the file cannot be written, or is not a cache.
     """
-    if path.exists() and not (path.is_file() and (path.read_bytes() or _MAGIC).startswith(_MAGIC)):
+    if path.exists() and not (path.read_bytes() or _MAGIC).startswith(_MAGIC):
         raise FileExistsError(f"{path} is no cache of features; move it to make room for one")
     block = save(dict(tensors))
     write_whole(path, _start(key, block), block)
