@@ -334,13 +334,13 @@ class Partition:
             raw: dict[str, Any] = json.loads(Path(path).read_text())
             if not raw["train"] or raw["train"].keys() != raw["held_out"].keys():
                 raise ValueError("its sites do not agree")
-            parts = (
+            train, held_out = (
                 {name: np.array(indices, np.int64) for name, indices in raw[part].items()}
                 for part in ("train", "held_out")
             )
             counts = np.array(raw["label_counts"], np.int64)
             settings = PartitionSettings(**raw["settings"])
-            return Partition(settings, raw["seed"], tuple(raw["classes"]), *parts, counts)
+            return Partition(settings, raw["seed"], tuple(raw["classes"]), train, held_out, counts)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"partition file {path} cannot be used ({type(error).__name__}: {error}): expected "

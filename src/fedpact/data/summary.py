@@ -93,7 +93,9 @@ class ColumnCells:
     @staticmethod
     def of(name: str, cells: Cells | np.ndarray) -> "ColumnCells":
         """Read the cells [n] of a column."""
-        if isinstance(cells, np.ndarray) and cells.dtype.kind != "U":
+        if isinstance(cells, np.ndarray) and cells.dtype.kind == "U":
+            cells = cells.tolist()
+        if isinstance(cells, np.ndarray):
             x, blank = cells.astype(np.float64), np.isnan(cells)
         else:
             x, blank = to_numbers(cells), np.array([is_blank(cell) for cell in cells], bool)
