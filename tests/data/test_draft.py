@@ -284,7 +284,7 @@ def test_infinite_cells_are_told_as_left_out(tmp_path, kind):
     assert "# found: 8 cells without a number (rows 2, 4, 7, ...): these rows are left" in told
 
 
-def test_a_table_of_another_format_gets_a_command_that_converts_it():
+def test_other_formats_get_a_command_that_converts_them():
     with pytest.raises(DataError, match=r"convert it: .*read_excel\('t.xlsx'\)"):
         load_dataset("t.xlsx", "y")
 

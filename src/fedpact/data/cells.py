@@ -96,7 +96,7 @@ _SPELLED: Final = {
     **dict.fromkeys(("false", "0"), ("False", "false", "FALSE", "0")),
 }
 """How a truth value may be written: in words in a CSV, as Python's in a frame, or as 0 and 1."""
-LARGEST: Final = 2**53
+EXACT_BELOW: Final = 2**53
 """Whole numbers from here on are others beside text or a missing value, as floats."""
 
 
@@ -139,8 +139,8 @@ def find_named(value: Any, place: Mapping[str, Any], unknown: Any) -> Any:
 def beyond_floats(value: Any) -> bool:
     """Whether a number would be rounded, and so be another name, in a column of floats."""
     if isinstance(value, int | np.integer):
-        return not -LARGEST < value < LARGEST
-    return isinstance(value, float | np.floating) and LARGEST <= abs(float(value)) < math.inf
+        return not -EXACT_BELOW < value < EXACT_BELOW
+    return isinstance(value, float | np.floating) and EXACT_BELOW <= abs(float(value)) < math.inf
 
 
 def is_blank(value: Any) -> bool:

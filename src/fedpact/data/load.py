@@ -115,7 +115,7 @@ def load_dataset(
         test = arrays.pop("x_test", None), arrays.pop("y_test", None)
         pair = None if test[0] is None else test
         return from_arrays(**arrays, name=name, classes=classes, test=pair, form=form)
-    if classes is not None and (name in NAMES or made):
+    if classes is not None:
         raise DataError(f"data set {name}: it has its own classes; leave classes out")
     if name == "adult":
         return dataset_of("adult", public.adult_tables(form), public.CLASSES, form)

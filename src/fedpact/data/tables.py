@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.data.cells import (
-    LARGEST,
+    EXACT_BELOW,
     Cells,
     beyond_floats,
     cells_of,
@@ -197,7 +197,7 @@ def _convert_numbers(table: Table, given: np.ndarray, form: RecordForm, values: 
 def _whole(table: Table, x: np.ndarray) -> np.ndarray:
     """Return int64, with 0 for values that are not integers."""
     with np.errstate(invalid="ignore"):
-        good = (x > -LARGEST) & (x < LARGEST) & (x.dtype.kind != "f" or np.rint(x) == x)
+        good = (x > -EXACT_BELOW) & (x < EXACT_BELOW) & (x.dtype.kind != "f" or np.rint(x) == x)
     table.mark(~good, "is not a whole number below 2^53")
     return np.where(good, x, 0).astype(np.int64)
 

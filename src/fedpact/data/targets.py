@@ -311,7 +311,7 @@ def ambiguous(classes: Sequence[str]) -> bool:
     for k, name in enumerate(classes):
         with suppress(ValueError):
             # Larger ones are only text: as numbers they are left out.
-            if (number := float(name)) != k and abs(number) < cells.LARGEST:
+            if (number := float(name)) != k and abs(number) < cells.EXACT_BELOW:
                 return True
     return False
 

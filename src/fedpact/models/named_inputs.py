@@ -60,15 +60,13 @@ class NamedInputs(nn.Module):
             ends = torch.stack([output[name] for name in _SPAN], 2)
             return F.pad(ends, (0, ends.shape[1] - len(_SPAN)))
         found = _logits_of(output)
-        if not self._by_place or not isinstance(found, Tensor) or found.dim() < 3:
+        if not self._by_place or not isinstance(found, Tensor):
             return found
         if found.dim() == 3 and self.names:
             # The places of a prompt, which PEFT puts in front, have no labels.
             prompted = is_adapted(self.model) and not x.is_floating_point()
             return (found[:, -x.shape[-1] :] if prompted else found).movedim(2, 1)
-        if found.dim() == 3:
-            return found
-        if x.dim() == 4 and found.shape[2:] != x.shape[2:]:
+        if found.dim() == x.dim() == 4 and found.shape[2:] != x.shape[2:]:
             # Many models of segmentation return smaller maps, which are enlarged for training.
             found = F.interpolate(found, x.shape[2:], mode="bilinear", align_corners=False)
         return found

@@ -240,12 +240,12 @@ def transformer(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def _length(name: str, shape: tuple[int, ...]) -> int:
-    if len(shape) != 1:
-        raise ModelError(
-            f"model {name!r} got records of shape {shape}: expected words, (length,), whole "
-            "numbers that are places in a vocabulary of as many entries as there are classes"
-        )
-    return shape[0]
+    if len(shape) == 1:
+        return shape[0]
+    raise ModelError(
+        f"model {name!r} got records of shape {shape}: expected words, (length,), whole numbers "
+        "that are places in a vocabulary of as many entries as there are classes"
+    )
 
 
 def check_vocabulary(model: str, vocabulary: int | None, classes: int) -> None:
