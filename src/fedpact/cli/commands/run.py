@@ -166,7 +166,7 @@ class _Live:
         if self._console.is_terminal:
             self.status.update(Text(line))
         else:
-            self._console.print(line)
+            self._console.print(line, soft_wrap=True)
 
     def _privacy(self, record: RoundRecord) -> str:
         if not self._plan.private:
