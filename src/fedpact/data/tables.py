@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import (
-    EXACT_BELOW,
-    Cells,
-    beyond_floats,
-    cells_of,
-    find_named,
-    is_blank,
-    to_numbers,
-)
+from fedpact.data.cells import Cells, beyond_floats, cells_of, find_named, is_blank, to_numbers
 from fedpact.data.dataset import BEYOND, MISSING, RecordFilter
 from fedpact.data.schema import Column, RecordForm, ValueRange
 from fedpact.data.tokens import is_tokens, read_tokens
@@ -197,7 +189,7 @@ def _convert_numbers(table: Table, given: np.ndarray, form: RecordForm, values: 
 def _whole(table: Table, x: np.ndarray) -> np.ndarray:
     """Return int64, with 0 for values that are not integers."""
     with np.errstate(invalid="ignore"):
-        good = (x > -EXACT_BELOW) & (x < EXACT_BELOW) & (x.dtype.kind != "f" or np.rint(x) == x)
+        good = (x > -(2**53)) & (x < 2**53) & (x.dtype.kind != "f" or np.rint(x) == x)
     table.mark(~good, "is not a whole number below 2^53")
     return np.where(good, x, 0).astype(np.int64)
 
