@@ -8,16 +8,12 @@ L-smooth, μ-strongly convex losses, per-sample gradients bounded by G, Q0 <= Δ
     a1    = G² Q1³          a2 = 6G² Q1²        a3 = 9G² Q1 + 2LΓ Q1 + 2μ² Q0 Δ1
     a4    = 4G² + 2LΓ + N + μ²Δ1                a5 = 2 Q0                N = 2σ²C²d/B̂²
 
-The best λ. F'(λ)(a5 λ + 1)² = g(λ) = 2a1 a5 λ³ + (3a1 + a2 a5)λ² + 2a2 λ + a3 - a4 a5, so that
-g' = 2(a5 λ + 1)(3a1 λ + a2). The bound has a meaning where a5 λ + 1 > 0; with Q1 >= 0 that makes
-g' >= 0 there, and F falls first if at all: λ* > 0 exactly if g(0) = a3 - a4 a5 < 0, and is then
-the one root of g. For Q0 <= 0,
-
-    g(0) = 9G² Q1 + 2LΓ Q1 + 2μ² Q0 Δ1 - 2Q0 a4 = (9G² + 2LΓ) Q1 - 2Q0 (4G² + 2LΓ + N) >= 0,
-
-so λ* = 0 whenever Q0 <= 0 <= Q1, which always holds, as F is a mean of the ℓ_ij. The theorem thus
-recommends no fairness. Moreover, the bound fails if clipping or weights move the optimum
-(docs/notes/errata.md, F8, F10).
+The best λ. F'(λ)(a5 λ + 1)² = g(λ) = 2a1 a5 λ³ + (3a1 + a2 a5)λ² + 2a2 λ + a3 - a4 a5. Where the
+bound has a meaning, a5 λ + 1 > 0, g' = 2(a5 λ + 1)(3a1 λ + a2) >= 0 for Q1 >= 0: λ* > 0 exactly if
+g(0) < 0, and is then the one root of g. For Q0 <= 0 <= Q1, which always holds, as F is a mean of
+the ℓ_ij, g(0) = (9G² + 2LΓ) Q1 - 2Q0 (4G² + 2LΓ + N) >= 0, so λ* = 0: the theorem recommends no
+fairness. Moreover, the bound fails if clipping or weights move the optimum (docs/notes/errata.md,
+F8, F10).
 """
 
 import math
@@ -25,12 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from fedpact.common import check
-from fedpact.common.errors import DataError, InputError
+from fedpact.common.errors import InputError
 from fedpact.common.notebook import TextTable
-from fedpact.common.run_folder import Folder
 from fedpact.report.run_summary import RunSummary
 
 
@@ -112,7 +108,7 @@ def bound(bounds: Slopes, lam: float, steps: int) -> float:
 
 
 def best_weight(bounds: Slopes) -> float:
-    """Return λ*, the argmin of F over λ >= 0: 0 unless a3 < a4 a5, then by bisection of g.
+    """Return λ*, the argmin of F over λ >= 0: 0 unless a3 < a4 a5, then the root of the cubic g.
 
     inf if F decreases forever, which needs Q0 > 0 and G Q1 = 0. Raises InputError.
 
@@ -125,23 +121,10 @@ def best_weight(bounds: Slopes) -> float:
     """
     if not bounds.slope < 0:
         return 0.0
-    high = 1.0
-    while not _slope_at(bounds, high) > 0:
-        high *= 2
-        if not math.isfinite(high):
-            return math.inf
-    low = 0.0
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (low, middle) if _slope_at(bounds, middle) > 0 else (middle, high)
-    return high
-
-
-def _slope_at(bounds: Slopes, lam: float) -> float:
-    """g(λ), the sign of F'(λ) at λ > 0."""
     a1, a2, _, _, a5 = bounds.a
-    # Divided by λ², so that a large λ does not overflow.
-    high = 2 * a1 * a5 * lam + 3 * a1 + a2 * a5
-    return high + (2 * a2 + bounds.slope / lam) / lam
+    roots = np.roots([2 * a1 * a5, 3 * a1 + a2 * a5, 2 * a2, bounds.slope])
+    # All other coefficients are >= 0, so one root is positive and both others lie left of 0.
+    return max(roots.real.tolist(), default=math.inf)
 
 
 PAPER_VALUES: dict[str, float] = {
@@ -217,22 +200,6 @@ def answer_question(
 
 def _released(run: RunSummary) -> dict[str, float]:
     """Return a run's public numbers: terms of the worst site, and its first and last F."""
-    found: dict[str, float] = {}
-    if terms := run.privacy["sites"]:
-        try:
-            found["sigma"] = max(float(t["sigmas"]["gradient"]) for t in terms.values())
-        except KeyError as error:
-            raise DataError(
-                f"privacy.json in {run.path} lacks {error} of a site: expected the noise of the "
-                "gradient; restore the file, or run the plan again into a new folder"
-            ) from None
-        found["C"] = max(site.clip for site in run.site_privacy.values())
-        found["B"] = min(site.rate * site.size for site in run.site_privacy.values())
-    if rounds := [r for r in run.records if r.round]:
-        found["T"] = len(rounds)
-    checkpoint = Folder(run.path).path / "state.safetensors"
-    if checkpoint.exists():
-        found["d"] = Folder(run.path).restore()[0].state.vectors["w"].numel()
     # FedFDP's own F, or that of [fairness] around another algorithm.
     names = ("loss", "fair/loss")
     losses = [r.numbers[name] for r in run.records for name in names if name in r.numbers]
@@ -242,7 +209,14 @@ def _released(run: RunSummary) -> dict[str, float]:
             f"{run.path} has no released loss: expected a run of FedFDP, or with [fairness], after "
             "its first round; name the folder of such a run, or none"
         )
-    return found | {"Q0": -positive[0], "loss": positive[-1]}
+    found = {"Q0": -positive[0], "loss": positive[-1], "T": float(run.last.round)}
+    if d := run.summary.get("model_parameters"):
+        found["d"] = d
+    if sites := run.site_privacy.values():
+        found["sigma"] = max(site.sigmas["gradient"] for site in sites)
+        found["C"] = max(site.clip for site in sites)
+        found["B"] = min(site.rate * site.size for site in sites)
+    return found
 
 
 def print_answer(found: Mapping[str, Any]) -> None:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from scipy.linalg import eigvalsh_tridiagonal
 from torch import Tensor, nn
 
 from fedpact.common import check
@@ -55,28 +54,23 @@ def spectrum(
     (-1.0, 7.0)
     """
     steps = min(check.count(iterations=iterations), check.count(dimension=dimension))
-    start = draws.standard_normal(dimension)
-    basis = np.zeros((steps, dimension))
-    basis[0] = start / np.linalg.norm(start)
-    diagonal, beside = np.zeros(steps), np.zeros(steps)
+    basis, images = np.zeros((2, steps, dimension))
+    rest = draws.standard_normal(dimension)
     for k in range(steps):
+        basis[k] = rest / np.linalg.norm(rest)
         image = np.asarray(product(basis[k]), dtype=np.float64)
         if image.shape != (dimension,) or not np.all(np.isfinite(image)):
             raise InputError(
                 f"product gave shape {image.shape}, finite: {bool(np.all(np.isfinite(image)))}; "
                 f"expected finite numbers of shape {(dimension,)}"
             )
-        scale = float(np.linalg.norm(image))
-        diagonal[k] = basis[k] @ image
+        images[k] = rest = image
         for _ in range(2):  # twice makes it orthogonal up to rounding
-            image = image - basis[: k + 1].T @ (basis[: k + 1] @ image)
-        beside[k] = float(np.linalg.norm(image))
-        if beside[k] <= 1e-12 * scale:
+            rest = rest - basis[: k + 1].T @ (basis[: k + 1] @ rest)
+        if np.linalg.norm(rest) <= 1e-12 * np.linalg.norm(image):
             steps = k + 1
             break
-        if k + 1 < steps:
-            basis[k + 1] = image / beside[k]
-    values = eigvalsh_tridiagonal(diagonal[:steps], beside[: steps - 1])
+    values = np.linalg.eigvalsh(basis[:steps] @ images[:steps].T)
     return float(values[0]), float(values[-1])
 
 

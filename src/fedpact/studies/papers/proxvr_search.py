@@ -19,12 +19,11 @@ units), S = 1 + σ̄², x = μ - λ, b = β - 3 and θ² = 3(β² + μ²)/(x b �
 
     (1 + γτ) μ / (1 - P),   P = θ sqrt(2S) + (2/x) sqrt((1+θ²)S) + (2μ/x²)(1+θ²)S,   P < 1.
 
-At a given τ it has one minimum, which bisection finds: μ, β, β² + μ² and so θ² are posynomials of
-x and b, hence P is log-convex in (log x, log b), and so is what remains of it after minimising
-over log b in an interval; then log μ - log(1 - P) is convex in log x. The best β at given μ, τ is
-3 + sqrt(9 + μ²), or the end of its interval nearest to that. Grids that close in on the best τ do
-the rest. P > 0 makes μ less than the objective, so (1 + γτ) times the least value at θ = 0 is
-below it, too, which bounds τ.
+At a given τ it has one minimum, which closing in by thirds finds: μ, β, β² + μ² and so θ² are
+posynomials of x and b, hence P is log-convex in (log x, log b), and so is what remains of it after
+minimising over log b in an interval; then log μ - log(1 - P) is convex in log x. The best β at
+given μ, τ is 3 + sqrt(9 + μ²), or the end of its interval nearest to that. Grids that close in on
+the best τ do the rest: μ is less than the objective over (1 + γτ), which bounds τ.
 """
 
 import math
@@ -103,7 +102,8 @@ def least_beta(tau: float, solver: Solver = "sarah") -> float:
 
 def local_accuracy(losses: Losses, mu: float, beta: float, tau: float) -> float:
     """Return θ, the least that Lemma 1 proves after τ > 0 iterations; 1 or more is no progress."""
-    return math.sqrt(_product(losses, mu, beta) / check.positive(tau=tau))
+    x, m = losses.excess(mu) / losses.smoothness, mu / losses.smoothness
+    return math.sqrt(3 * (_beta(beta) ** 2 + m**2) / (x * (beta - 3)) / check.positive(tau=tau))
 
 
 def decrease(losses: Losses, mu: float, theta: float) -> float:
@@ -126,15 +126,9 @@ def _beta(beta: float) -> float:
     return beta
 
 
-def _product(losses: Losses, mu: float, beta: float) -> float:
-    """θ²τ where Lemma 1's lower bound is reached: 3(β²L² + μ²)/(μ~ L (β - 3))."""
-    x, m = losses.excess(mu) / losses.smoothness, mu / losses.smoothness
-    return 3 * (_beta(beta) ** 2 + m**2) / (x * (beta - 3))
-
-
 Vector = NDArray[np.float64]
 
-_HALVINGS: Final = 60
+_THIRDS: Final = 110
 _POINTS: Final = 300
 """Values of τ in a grid."""
 
@@ -157,60 +151,51 @@ class Parameters:
 
 @dataclass(frozen=True)
 class _Search:
-    """The objective in units of L. tight: τ at its upper bound, so that β follows from it."""
+    """The search in units of L. tight: τ at its upper bound, so that β follows from it."""
 
     weak: float
     spread: float
-    gamma: float
     solver: Solver
     tight: bool
 
     @property
     def least_x(self) -> float:
+        """What x exceeds where P < 1, as P >= (2/x)(sqrt(S) + S)."""
         return 2 * (self.spread + math.sqrt(self.spread))
 
-    def betas(self, taus: Vector) -> Vector:
-        return np.array([least_beta(float(tau), self.solver) for tau in taus])
+    def best_beta(self, mu: Vector, least: Vector) -> Vector:
+        """Return the best β of those from `least`."""
+        return least if self.tight else np.maximum(least, 3 + np.sqrt(9 + mu**2))
 
-    def best_beta(self, mu: Vector, low: Vector, high: Vector) -> Vector:
-        return np.clip(3 + np.sqrt(9 + mu**2), low, high)
+    def at(self, tau: Vector) -> tuple[Vector, Vector]:
+        """Return M(τ), the least μ/(1 - P) whatever γ, inf where there is none, and its μ."""
+        least = np.array([least_beta(float(t), self.solver) for t in tau])
 
-    def lost(self, x: Vector, tau: Vector, low: Vector, high: Vector) -> tuple[Vector, Vector]:
-        """P at the best β of [low, high], and its derivative by log x."""
-        mu = x + self.weak
-        beta = self.best_beta(mu, low, high)
-        squares = beta**2 + mu**2
-        theta2 = 3 * squares / (x * (beta - 3) * tau)
-        growth = 2 * mu * x / squares - 1  # of log θ²; β does not matter to first order
-        inexact = growth * theta2 / (1 + theta2)
-        parts = (
-            (np.sqrt(2 * self.spread * theta2), growth / 2),
-            (2 / x * np.sqrt((1 + theta2) * self.spread), inexact / 2 - 1),
-            (2 * mu / x**2 * (1 + theta2) * self.spread, inexact + x / mu - 2),
-        )
-        return sum(p for p, _ in parts), sum(p * d for p, d in parts)  # type: ignore[return-value]
+        def lost(x: Vector) -> Vector:
+            mu = x + self.weak
+            beta = self.best_beta(mu, least)
+            theta2 = 3 * (beta**2 + mu**2) / (x * (beta - 3) * tau)
+            inexact = (1 + theta2) * self.spread
+            p = np.sqrt(2 * self.spread * theta2) + 2 / x * np.sqrt(inexact)
+            return p + 2 * mu / x**2 * inexact
 
-    def least(self, tau: Vector, low: Vector, high: Vector) -> tuple[Vector, Vector]:
-        """The minimum over μ of μ/(1 - P), inf where there is none, and its μ."""
+        def height(log_x: Vector) -> Vector:
+            x = np.exp(log_x)
+            p = lost(x)
+            # Where P >= 1, towards the minimum of P.
+            return np.where(p < 1, np.log(x + self.weak) - np.log1p(-p), 1e6 * (1 + p))
+
         left = np.full(tau.shape, math.log(self.least_x))
         right = left + 60
-        with np.errstate(all="ignore"):  # β = 3, or a θ beyond float64: P is inf, and so is this
-            for _ in range(_HALVINGS):
-                middle = (left + right) / 2
-                x = np.exp(middle)
-                lost, slope = self.lost(x, tau, low, high)
-                # Where P >= 1, towards the minimum of P.
-                rising = np.where(lost < 1, x / (x + self.weak) * (1 - lost) + slope, slope) > 0
-                left, right = np.where(rising, left, middle), np.where(rising, middle, right)
-            x = np.exp(left)
-            lost, _ = self.lost(x, tau, low, high)
-            mu = x + self.weak
-            return np.where(lost < 1, mu / (1 - lost), np.inf), mu
-
-    def at(self, taus: Vector) -> tuple[Vector, Vector]:
-        """M(τ), the least μ/(1 - P) at each τ, whatever γ, and its μ."""
-        low = self.betas(taus)
-        return self.least(taus, low, low if self.tight else np.full(taus.shape, np.inf))
+        with np.errstate(all="ignore"):  # β = 3, or a θ beyond float64: P is inf
+            for _ in range(_THIRDS):
+                third = (right - left) / 3
+                falls = height(left + third) > height(right - third)
+                left = np.where(falls, left + third, left)
+                right = np.where(falls, right, right - third)
+            x = np.exp((left + right) / 2)
+            p, mu = lost(x), x + self.weak
+            return np.where(p < 1, mu / (1 - p), np.inf), mu
 
 
 def minimise(
@@ -231,8 +216,12 @@ def minimise(
     >>> best.tau, round(best.mu, 1), round(best.beta, 1), round(best.objective, 1)
     (226, 22.3, 19.4, 231.3)
     """
-    search = _search(losses, gamma, solver, tight)
-    low, high = _ends(search, whole)
+    check.positive(gamma=gamma)
+    if solver not in ("sarah", "svrg"):
+        raise InputError(f"solver is {solver!r}: expected sarah or svrg, which Lemma 1 covers")
+    weak = losses.weak_convexity / losses.smoothness
+    search = _Search(weak, 1 + losses.heterogeneity, solver, tight)
+    low, high = _ends(search, gamma, whole)
     while True:
         taus = np.geomspace(low, high, _POINTS)
         if whole:
@@ -240,42 +229,26 @@ def minimise(
         least, mus = search.at(taus)
         best = int(((1 + gamma * taus) * least).argmin())
         if high - low < _POINTS / 2 if whole else high < low * (1 + 1e-9):
-            tau = int(taus[best]) if whole else float(taus[best])
-            return _parameters(losses, search, tau, float(mus[best]))
+            break
         low, high = float(taus[max(best - 1, 0)]), float(taus[min(best + 1, len(taus) - 1)])
+    tau = int(taus[best]) if whole else float(taus[best])
+    beta = float(search.best_beta(mus[best], np.array(least_beta(tau, solver))))
+    mu = float(mus[best]) * losses.smoothness
+    theta = local_accuracy(losses, mu, beta, tau)
+    per_round = decrease(losses, mu, theta)
+    return Parameters(mu, beta, tau, theta, per_round, (1 + gamma * tau) / per_round)
 
 
-def _search(losses: Losses, gamma: float, solver: Solver, tight: bool) -> _Search:
-    check.positive(gamma=gamma)
-    if solver not in ("sarah", "svrg"):
-        raise InputError(f"solver is {solver!r}: expected sarah or svrg, which Lemma 1 covers")
-    weak = losses.weak_convexity / losses.smoothness
-    return _Search(weak, 1 + losses.heterogeneity, gamma, solver, tight)
-
-
-def _ends(search: _Search, whole: bool) -> tuple[float, float]:
+def _ends(search: _Search, gamma: float, whole: bool) -> tuple[float, float]:
     """Return the least and the largest τ that can be best."""
     first = 33 / 8 if search.tight and search.solver == "sarah" else 1.0  # there β is 3
     first = float(math.ceil(first)) if whole else first
     starts: Vector = np.ldexp(first, np.arange(64))
-    some = float(((1 + search.gamma * starts) * search.at(starts)[0]).min())
+    some = float(((1 + gamma * starts) * search.at(starts)[0]).min())
     if not math.isfinite(some):
         raise InputError(
             f"heterogeneity is {search.spread - 1!r}: no μ, β and τ within float64 have Θ > 0; "
             "expected a smaller one"
         )
-    everywhere = np.array([np.inf])
-    floor, _ = search.least(everywhere, np.array([3.0]), everywhere)
-    last = max(first, (some / float(floor[0]) - 1) / search.gamma)
+    last = max(first, (some / (search.least_x + search.weak) - 1) / gamma)
     return first, float(math.floor(last)) if whole else last
-
-
-def _parameters(losses: Losses, search: _Search, tau: float, mu: float) -> Parameters:
-    """The parameters at τ and at μ in units of L."""
-    low = search.betas(np.array([tau]))
-    high = low if search.tight else np.array([np.inf])
-    beta = float(search.best_beta(np.array([mu]), low, high)[0])
-    mu *= losses.smoothness
-    theta = local_accuracy(losses, mu, beta, tau)
-    per_round = decrease(losses, mu, theta)
-    return Parameters(mu, beta, tau, theta, per_round, (1 + search.gamma * tau) / per_round)
