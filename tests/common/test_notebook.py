@@ -3,7 +3,6 @@
 import json
 import re
 from contextlib import nullcontext
-from dataclasses import fields
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def compared(folder: Path) -> Compared:
         for seed in (1, 2):
             put(folder, name, seed, {0: 0.1, 4: top})
     found = read(folder, ["one", "two"], (1, 2))
-    return Compared(**{each.name: getattr(found, each.name) for each in fields(found)})
+    return Compared(found.folder, found.entries)
 
 
 @pytest.mark.drawn

@@ -19,7 +19,7 @@ from fedpact.report.page import write_report
 
 from .conftest import builder
 from .test_audits import audit
-from .test_comparison import put, read
+from .test_comparison import put, read, swept
 
 pytestmark = pytest.mark.drawn
 
@@ -90,7 +90,7 @@ def comparison(root: Path, epsilons: dict[str, float | None]) -> Comparison:
     if root.name in ("sweep", "twelve"):
         bases = {n: "fedavg" if root.name == "sweep" else n.split("_epsilon")[0] for n in epsilons}
         points = {n: SweepPoint(bases[n], {"privacy.epsilon": e}) for n, e in epsilons.items()}
-        found = Comparison(found.folder, found.entries, points=points)
+        found = swept(found, points)
     (root / "comparison.json").write_text(json.dumps(document(found), default=str))
     write_comparison(found)
     return found

@@ -15,7 +15,7 @@ from scipy import stats
 from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.plan import Plan
 from fedpact.report.comparable import differences
-from fedpact.report.compared_runs import Comparison, SweepPoint, read_comparison, run_folder
+from fedpact.report.compared_runs import Comparison, SweepPoint, read_entries, run_folder
 from fedpact.report.comparison import (
     comparison_table,
     document,
@@ -120,7 +120,13 @@ def read(folder: Path, names: list[str], seeds: Any, failed: Any = None) -> Comp
     """Read with the plan of each entry's first run, where it has one."""
     found = {name: sorted(folder.glob(f"{name}/*/plan.json")) for name in names}
     plans = {n: json.loads(paths[0].read_text()) if paths else PLAN for n, paths in found.items()}
-    return read_comparison(folder, plans, seeds, failed)
+    return Comparison(folder, read_entries(folder, plans, seeds, failed or {}))
+
+
+def swept(found: Comparison, points: dict[str, SweepPoint]) -> Comparison:
+    """The comparison with its entries' places in a sweep."""
+    entries = [replace(e, point=points.get(e.name, SweepPoint("", {}))) for e in found.entries]
+    return replace(found, entries=entries)
 
 
 def cells(comparison: Comparison, row: int = 0) -> dict[str, str]:
@@ -452,7 +458,7 @@ def test_settings_left_at_different_defaults_are_not_choices(tmp_path: Path) -> 
     (found,) = [d for d in differences(plans) if d.unequal]
     assert found.key == "settings.local_steps"
     assert dict(found.values) == {"one": "1 by default", "two": "5 by default"}
-    told = inequality(read_comparison(tmp_path, plans, [0]))
+    told = inequality(Comparison(tmp_path, read_entries(tmp_path, plans, [0])))
     assert told is not None
     line = "{}: settings.local_steps = {} by default"
     assert told.splitlines()[1:3] == [line.format("one", 1), line.format("two", 5)]
@@ -479,7 +485,7 @@ def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None
         points[name] = SweepPoint(base, {"privacy.epsilon": epsilon})
         for seed, accuracy in enumerate(accuracies):
             put(tmp_path, name, seed, {0: 0.0, 4: accuracy}, privacy=plans[name]["privacy"])
-    found = replace(read_comparison(tmp_path, plans, [0, 1]), points=points)
+    found = Comparison(tmp_path, read_entries(tmp_path, plans, [0, 1], points=points))
     assert found.inequalities == []
     first, second = series(found, "privacy.epsilon", "accuracy")
     assert (first.label, list(first.points)) == ("a", ["4.0", "0.5"])
@@ -499,7 +505,7 @@ def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None
     assert told["swept"] == ["privacy.epsilon"]
     assert told["entries"]["a-4"]["swept"] == {"privacy.epsilon": 4.0}
     # Unswept, the same runs are unequal.
-    assert any("privacy.epsilon" in why for why in replace(found, points={}).inequalities)
+    assert any("privacy.epsilon" in why for why in swept(found, {}).inequalities)
 
 
 def test_a_table_has_a_row_a_method_and_a_column_a_value(tmp_path: Path) -> None:
@@ -508,7 +514,7 @@ def test_a_table_has_a_row_a_method_and_a_column_a_value(tmp_path: Path) -> None
         points[f"{base}{epsilon}"] = SweepPoint(base, {"privacy.epsilon": epsilon})
         for seed, final in enumerate(finals):
             put(tmp_path, f"{base}{epsilon}", seed, {0: 0.1, 2: final})
-    found = replace(read(tmp_path, list(points), [0, 1]), points=points)
+    found = swept(read(tmp_path, list(points), [0, 1]), points)
     accuracy, worst = tabulate_sweep(found, "privacy.epsilon")
     assert (accuracy.first, accuracy.headings) == ("accuracy", ("ε = 4", "ε = 0.5"))
     assert accuracy.rows == [("a", "80.00 ±\u00a014.14", "20.00"), ("b", "–", "30.00")]
@@ -520,7 +526,7 @@ def test_a_table_has_a_row_a_method_and_a_column_a_value(tmp_path: Path) -> None
     }
     noted = "chooses by validation records"
     assert noted not in render_comparison(found)
-    assert noted in render_comparison(replace(found, points=rates))
+    assert noted in render_comparison(swept(found, rates))
 
 
 def test_differences_are_paired_by_seed_and_corrected(tmp_path: Path) -> None:
@@ -562,7 +568,7 @@ def test_a_method_is_compared_with_itself_between_points(tmp_path: Path) -> None
     for name, each in finals.items():
         for seed, final in enumerate(each):
             put(tmp_path, name, seed, {0: 0.1, 2: final})
-    comparison = replace(read(tmp_path, list(finals), range(3)), points=points)
+    comparison = swept(read(tmp_path, list(finals), range(3)), points)
     found = comparison.paired_points(lambda run: run.accuracy)
     own = [stats.ttest_rel(finals[f"{n}4"], finals[f"{n}1"]).pvalue for n in "ab"]
     assert [(one.entry.name, one.reference.name) for one in found] == [("a4", "a1"), ("b4", "b1")]
@@ -575,9 +581,7 @@ def test_a_method_is_compared_with_itself_between_points(tmp_path: Path) -> None
         "a: ε = 4 minus ε = 1",
         "b: ε = 4 minus ε = 1",
     ]
-    alone = replace(
-        read(tmp_path, ["a1", "a4"], range(3)), points={n: points[n] for n in ("a1", "a4")}
-    )
+    alone = swept(read(tmp_path, ["a1", "a4"], range(3)), points)
     assert alone.paired_points(lambda run: run.accuracy) == []
     assert len(alone.paired(lambda run: run.accuracy)) == 1
 
@@ -611,7 +615,7 @@ def test_any_key_is_drawn(tmp_path: Path, values: list[Any]) -> None:
     for i, value in enumerate(values):
         put(tmp_path, f"e{i}", 0, {0: 0.1, 2: 0.5})
         points[f"e{i}"] = SweepPoint("e", {"key": value})
-    found = replace(read(tmp_path, list(points), [0]), points=points)
+    found = swept(read(tmp_path, list(points), [0]), points)
     (drawings,) = sweeps(found).values()
     assert len(drawings) == 2
 

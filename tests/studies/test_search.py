@@ -18,7 +18,6 @@ from fedpact.data.partition import make_partition
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import SampledGaussian
 from fedpact.privacy.accounting.tuning_cost import count_trials
-from fedpact.report.compared_runs import SweepPoint
 from fedpact.report.tuning_cost import TuningCost
 from fedpact.studies import pool
 from fedpact.studies import search as searching
@@ -92,7 +91,6 @@ class Found:
 
     folder: Path
     entries: list[SimpleNamespace]
-    points: dict[str, SweepPoint]
     chosen: dict[str, dict[str, float]] = field(default_factory=dict)
     counted: Sequence[object] = ()
 
@@ -106,6 +104,8 @@ def test_each_plans_best_continue_and_every_run_is_counted(tmp_path, monkeypatch
         found = [
             SimpleNamespace(
                 name=name,
+                base=at[name].base if at else name,
+                point=at.get(name),
                 private=True,
                 missing={},
                 spread=lambda of, plan=plan: SimpleNamespace(
@@ -115,7 +115,7 @@ def test_each_plans_best_continue_and_every_run_is_counted(tmp_path, monkeypatch
             )
             for name, plan in entries.items()
         ]
-        return Found(out, found, at)
+        return Found(out, found)
 
     monkeypatch.setattr(searching, "compare", fake)
     monkeypatch.setattr(searching, "count_tuning_cost", lambda runs: counted.update(runs) or [])

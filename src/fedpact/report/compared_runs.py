@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fedpact.common.errors import InputError
@@ -70,6 +71,17 @@ class PairedDifference:
         return math.isfinite(self.low)
 
 
+@dataclass(frozen=True)
+class SweepPoint:
+    """An entry's place in a sweep. base: its name without swept values. values: key -> value."""
+
+    base: str
+    values: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return ", ".join(name_swept_value(key, value) for key, value in self.values.items())
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """One configuration or algorithm, with its runs that have ended, one for each seed.
@@ -81,6 +93,12 @@ class Entry:
     plan: JsonMapping
     runs: Sequence[RunSummary]
     missing: Mapping[int, str] = field(default_factory=dict[int, str])
+    point: SweepPoint = SweepPoint("", {})
+
+    @property
+    def base(self) -> str:
+        """Its name without swept values."""
+        return self.point.base or self.name
 
     def spread(self, measure: Callable[[RunSummary], float | None]) -> Spread | None:
         """Return a measure's mean and deviation over the runs; None if a run has no value."""
@@ -121,32 +139,23 @@ class Entry:
         return "; ".join(told)
 
 
-@dataclass(frozen=True)
-class SweepPoint:
-    """An entry's place in a sweep. base: its name without swept values. values: key -> value."""
-
-    base: str
-    values: Mapping[str, Any]
-
-
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """The entries in order. folder: contains their folders.
 
-    counted: the cost of trying them all, if requested. points: entry -> its place in a sweep.
+    counted: the cost of trying them all, if requested.
     chosen: entry -> the settings (key -> value) that were chosen for it on validation records.
     """
 
     folder: Path
     entries: Sequence[Entry]
     counted: Sequence[TuningCost] = ()
-    points: Mapping[str, SweepPoint] = field(default_factory=dict[str, SweepPoint])
     chosen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     @property
     def swept(self) -> list[str]:
         """The swept keys."""
-        return list(dict.fromkeys(key for point in self.points.values() for key in point.values))
+        return list(dict.fromkeys(key for entry in self.entries for key in entry.point.values))
 
     @property
     def choice(self) -> list[str]:
@@ -208,7 +217,7 @@ class Comparison:
             e.name: ", ".join(map(str, sorted(run.seed for run in e.runs))) for e in self.entries
         }
         for entry in self.entries:
-            own = found.setdefault(self.base(entry), [])
+            own = found.setdefault(entry.base, [])
             own += [f"{d.key} = {d.values[entry.name]}" for d in unequal if entry.name in d.values]
             if len(set(seeds.values())) > 1:
                 own.append(f"seeds {seeds[entry.name] or 'none'}")
@@ -224,22 +233,13 @@ class Comparison:
             lines.append("the records of the sites, under the same partition settings and seed")
         return lines
 
-    def base(self, entry: Entry) -> str:
-        """Return an entry's name without swept values."""
-        return self.points[entry.name].base if entry.name in self.points else entry.name
-
     def by_base(self, difference: Difference) -> dict[str, str]:
         """Return base name -> value of a key; different values in a sweep are joined by "or"."""
         found = dict[str, dict[str, None]]()
         for entry in self.entries:
             if entry.name in difference.values:
-                found.setdefault(self.base(entry), {})[difference.values[entry.name]] = None
+                found.setdefault(entry.base, {})[difference.values[entry.name]] = None
         return {base: " or ".join(values) for base, values in found.items()}
-
-    def point(self, entry: Entry) -> str:
-        """Return an entry's place in a sweep in words, "" without one."""
-        values = self.points[entry.name].values if entry.name in self.points else {}
-        return ", ".join(name_swept_value(key, value) for key, value in values.items())
 
     def describe(self, entries: Sequence[Entry]) -> str:
         """Return the entries' names; all entries of a point become "all at POINT"."""
@@ -251,11 +251,8 @@ class Comparison:
 
     @cached_property
     def groups(self) -> dict[str, list[Entry]]:
-        """Point of the sweep -> its entries."""
-        found = dict[str, list[Entry]]()
-        for entry in self.entries:
-            found.setdefault(self.point(entry), []).append(entry)
-        return found
+        """Point of the sweep in words -> its entries."""
+        return _group(self.entries, lambda entry: str(entry.point))
 
     def paired(self, measure: Callable[[RunSummary], float | None]) -> "list[PairedDifference]":
         """Return each entry's difference from the first entry at the same point.
@@ -268,9 +265,7 @@ class Comparison:
         self, measure: Callable[[RunSummary], float | None]
     ) -> "list[PairedDifference]":
         """Return each algorithm's difference from itself at the first point; none of one alone."""
-        bases = dict[str, list[Entry]]()
-        for entry in self.entries if self._several else ():
-            bases.setdefault(self.base(entry), []).append(entry)
+        bases = _group(self.entries if self._several else (), lambda entry: entry.base)
         return _differences(bases.values(), measure)
 
     @property
@@ -279,29 +274,37 @@ class Comparison:
         return any(len(group) > 1 for group in self.groups.values())
 
 
-def read_comparison(
+def _group(entries: Iterable[Entry], by: Callable[[Entry], str]) -> dict[str, list[Entry]]:
+    found = dict[str, list[Entry]]()
+    for entry in entries:
+        found.setdefault(by(entry), []).append(entry)
+    return found
+
+
+def read_entries(
     folder: Path,
     plans: Mapping[str, JsonMapping],
     seeds: Sequence[int],
-    failed: Mapping[tuple[str, int], str] | None = None,
-) -> Comparison:
+    failed: Mapping[tuple[str, int], str] = MappingProxyType({}),
+    points: Mapping[str, SweepPoint] = MappingProxyType({}),
+) -> list[Entry]:
     """Read a comparison's runs, folder/NAME/seed-S, in the order of the plans.
 
     plans: name -> plan.json's content, of any seed. failed: (name, seed) -> why there is no run.
-    A run that has not ended, or whose files are damaged, is missing.
+    points: name -> its place in a sweep. A run that has not ended, or whose files are damaged, is
+    missing.
     """
-    entries = []
+    entries = list[Entry]()
     for name, plan in plans.items():
         runs, missing = list[RunSummary](), dict[int, str]()
         for seed in seeds:
-            why = (failed or {}).get((name, seed))
-            found = _read(run_folder(folder, name, seed)) if why is None else why
+            found = failed.get((name, seed)) or _read(run_folder(folder, name, seed))
             if isinstance(found, RunSummary):
                 runs.append(found)
             else:
                 missing[seed] = found
-        entries.append(Entry(name, plan, runs, missing))
-    return Comparison(folder, entries)
+        entries.append(Entry(name, plan, runs, missing, points.get(name, SweepPoint("", {}))))
+    return entries
 
 
 def _differences(

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any, Final
@@ -246,7 +246,7 @@ def _run_rows(comparison: Comparison, columns: Mapping[str, Cell]) -> list[dict[
     found = list[dict[str, Any]]()
     for entry in comparison.entries:
         for run in entry.runs:
-            alone = Entry(entry.name, entry.plan, [run])
+            alone = replace(entry, runs=[run])
             href = quote((run_folder(Path(), entry.name, run.seed) / "report.html").as_posix())
             cells = [cell(alone) for cell in columns.values()]
             row = {"seed": run.seed, "href": href, "cells": cells, "status": run.status}
@@ -350,7 +350,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         },
         "entries": {
             entry.name: {
-                "swept": dict(comparison.points[entry.name].values) if comparison.points else {},
+                "swept": dict(entry.point.values),
                 "chosen": dict(comparison.chosen.get(entry.name, {})),
                 "private": entry.private,
                 **{name: (s := entry.spread(of)) and asdict(s) for name, of in measures.items()},
@@ -453,7 +453,7 @@ def write_comparison(comparison: Comparison) -> Path:
 def render_comparison(comparison: Comparison) -> str:
     """Return the page as one HTML document."""
     entries = comparison.entries
-    bases = list(dict.fromkeys(map(comparison.base, entries)))
+    bases = list(dict.fromkeys(entry.base for entry in entries))
     over = f" over {', '.join(comparison.swept)}" if comparison.swept else ""
     curves, quality = on_the_way(comparison), _quality(comparison)
     drawings = [drawing for row in curves for drawing in row]

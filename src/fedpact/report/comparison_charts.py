@@ -88,11 +88,11 @@ def curves(
     if against == "bytes":
         unit, symbol = choose_byte_unit(max(float(line.x[-1]) for _, line in drawn))
         name = f"sent so far ({symbol})"
-    bases = list(dict.fromkeys(map(comparison.base, comparison.entries)))
+    bases = list(dict.fromkeys(entry.base for entry in comparison.entries))
     with sheet() as chart:
         axes = chart.pair(name, "mean loss" if measure == "loss" else measure)
         for entry, line in drawn:
-            base = comparison.base(entry) if len(entries) < len(comparison.entries) else entry.name
+            base = entry.base if len(entries) < len(comparison.entries) else entry.name
             place = bases.index(base) if base in bases else entries.index(entry)
             look, x = _look(place), line.x / unit
             if len(entry.runs) > 1:
@@ -134,14 +134,11 @@ def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
     """
     found = dict[str, Series]()
     for entry in comparison.entries:
-        point, spread = comparison.points.get(entry.name), entry.spread(SWEPT[measure])
-        if point is None or key not in point.values or spread is None:
+        values, spread = entry.point.values, entry.spread(SWEPT[measure])
+        if key not in values or spread is None or not math.isfinite(spread.mean):
             continue
-        if not math.isfinite(spread.mean):
-            continue
-        others = [f"{k} = {v}" for k, v in point.values.items() if k != key]
-        label = ", ".join([point.base, *others])
-        value = point.values[key]
+        others = [f"{k} = {v}" for k, v in values.items() if k != key]
+        label, value = ", ".join([entry.base, *others]), values[key]
         found.setdefault(label, Series(label, {})).points[str(value)] = (value, spread)
     return list(found.values())
 
@@ -205,11 +202,10 @@ def _look(i: int) -> dict[str, Any]:
 
 def name_pair(comparison: Comparison, one: PairedDifference, *, short: bool = False) -> str:
     """Return a description such as "fedprox minus fedavg at ε = 1"; short: "fedprox, ε = 1"."""
-    first, second = comparison.base(one.entry), comparison.base(one.reference)
-    at = comparison.point(one.entry)
+    first, second, at = one.entry.base, one.reference.base, str(one.entry.point)
     if first == second:
-        whose = f"{first}: " if len(set(map(comparison.base, comparison.entries))) > 1 else ""
-        return at if short else f"{whose}{at} minus {comparison.point(one.reference)}"
+        whose = f"{first}: " if len({entry.base for entry in comparison.entries}) > 1 else ""
+        return at if short else f"{whose}{at} minus {one.reference.point}"
     if short:
         return f"{first}, {at}" if at else first
     return f"{first} minus {second}" + (f" at {at}" if at else "")
@@ -237,14 +233,13 @@ def draw_paired(comparison: Comparison) -> Chart | None:
         axes.set_ylim(len(found) - 0.4, -0.6)
         axes.grid(visible=True, axis="x")
         axes.grid(visible=False, axis="y")
-    reference = comparison.base(found[0].reference)
     caption = (
         "Mean over seeds, with its 95 % interval. Filled: more than chance, after correction for "
         "all differences."
     )
     if len(known) > MANY:
         caption += f" Drawn are the first {MANY} of {len(known)}."
-    title = f"{measure.capitalize()}: difference from {reference}"
+    title = f"{measure.capitalize()}: difference from {found[0].reference.base}"
     return chart.named(title, caption, comparison.pooled)
 
 

@@ -51,7 +51,6 @@ def curves_as_csv(comparison: Comparison) -> str:
     swept = [key for key in comparison.swept if key not in ("algorithm", "privacy.epsilon")]
     rows.writerow((*COLUMNS, *swept))
     for entry in comparison.entries:
-        at = comparison.points[entry.name].values if comparison.points else {}
         for run in entry.runs:
             named = (entry.name, run.plan.get("algorithm"), run.epsilon_allowed, run.seed)
             sent, clock = 0, 0.0
@@ -61,7 +60,7 @@ def curves_as_csv(comparison: Comparison) -> str:
                 clock += record.simulated_seconds
                 accuracy = record.accuracy if run.counted else None
                 figures = (record.round, accuracy, record.loss, spent, sent, clock or None)
-                rows.writerow((*named, *figures, *(at.get(key) for key in swept)))
+                rows.writerow((*named, *figures, *(entry.point.values.get(key) for key in swept)))
     return text.getvalue()
 
 

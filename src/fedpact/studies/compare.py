@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from fedpact.common.user_code import is_handed
 from fedpact.data.dataset import Dataset
 from fedpact.plan import Plan
 from fedpact.report.comparable import DATA, differences
-from fedpact.report.compared_runs import RESUMABLE, Comparison, read_comparison, run_folder
+from fedpact.report.compared_runs import RESUMABLE, Comparison, read_entries, run_folder
 from fedpact.report.comparison import (
     comparison_table,
     document,
@@ -73,7 +73,7 @@ class Compared(Comparison):
             {
                 "entry": entry.name,
                 "seed": run.seed,
-                **(self.points[entry.name].values if entry.name in self.points else {}),
+                **entry.point.values,
                 **run_figures(run, self.measured),
                 "status": run.status,
             }
@@ -299,10 +299,8 @@ def compare(
     for (name, seed), why in failed.items() if silent else ():
         _logger.warning("%s with seed %d failed: %s", name, seed, why)
     documents = {name: plan.document() for name, plan in entries.items()}
-    read = read_comparison(folder, documents, chosen, failed)
-    comparison = Compared(**{each.name: getattr(read, each.name) for each in fields(read)})
-    costs = trying(private_runs(read)) if counted else ()
-    return store(replace(comparison, points=at, counted=costs))
+    found = Compared(folder, read_entries(folder, documents, chosen, failed, at))
+    return store(replace(found, counted=trying(private_runs(found))) if counted else found)
 
 
 def store(comparison: Compared) -> Compared:

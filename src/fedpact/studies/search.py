@@ -176,7 +176,7 @@ def search(
         _check_whole(found)
         ended = private_runs(found)
         for name in trials if counted else ():
-            _check_alike(runs for entry, runs in ended.items() if found.points[entry].base == name)
+            _check_alike(ended[entry.name] for entry in found.entries if entry.base == name)
         tried |= {f"{folder.name}/{name}": runs for name, runs in ended.items()}
         best |= {name: _rank(found, name) for name in trials}
     chosen = {name: dict(of[0]) for name, of in best.items()}
@@ -232,11 +232,10 @@ def _rank(found: Compared, name: str) -> list[Mapping[str, Any]]:
     """Return a plan's points, best first: by the mean accuracy over seeds, or else by the loss."""
     scores = list[tuple[float, Mapping[str, Any]]]()
     for entry in found.entries:
-        at = found.points[entry.name]
         accuracy, loss = (entry.spread(attrgetter(of)) for of in ("accuracy", "loss"))
         score = accuracy.mean if accuracy else -loss.mean if loss else math.nan
-        if at.base == name and math.isfinite(score):
-            scores.append((score, at.values))
+        if entry.base == name and math.isfinite(score):
+            scores.append((score, entry.point.values))
     if not scores:
         raise PlanError(
             f"{name}: no trial has a finite accuracy or loss on validation records, so no point "
