@@ -296,21 +296,21 @@ def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> Non
 
 def draw_labels(run: RunSummary) -> Chart | None:
     """The partition: sizes above, the share of each label below."""
-    table = run.labels
-    if table is None:
+    if not run.partition:
         return None
-    title = "Who holds what"
-    counts = np.array(table.counts, dtype=float)
-    many = len(table.sites) > MANY
+    title, sites = "Who holds what", [*run.partition["train"]]
+    labels = [str(label) for label in run.partition["classes"]]
+    counts = np.array(run.partition["label_counts"], dtype=float)
+    many = len(sites) > MANY
     if many:
         # Sorted by their most frequent label, even a thousand sites show how uneven they are.
         purity = counts.max(1) / np.maximum(counts.sum(1), 1)
         order = np.lexsort((-purity, counts.argmax(1)))
         counts = counts[order]
     sizes = counts.sum(1)
-    names = [] if many else [shorten(name, 12) for name in table.sites]
+    names = [] if many else [shorten(name, 12) for name in sites]
     upright = sum(map(len, names)) > 40
-    height = 1.7 + 0.17 * min(len(table.labels), MANY) + (0.7 if upright else 0.0)
+    height = 1.7 + 0.17 * min(len(labels), MANY) + (0.7 if upright else 0.0)
     with sheet(height) as chart:
         top, below = chart.subplots(2, 1, sharex=True, height_ratios=(1, 2.8))
         top.bar(range(len(sizes)), sizes, width=1.0 if many else 0.7, color=GREY)
@@ -320,16 +320,16 @@ def draw_labels(run: RunSummary) -> Chart | None:
         top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         shares = counts / np.maximum(sizes[:, None], 1)
         edges = [np.arange(n + 1) - 0.5 for n in counts.shape]
-        raster = many or len(table.labels) > MANY
+        raster = many or len(labels) > MANY
         below.pcolormesh(*edges, shares.T, cmap=_SHARE, vmin=0, vmax=1, rasterized=raster)
         below.invert_yaxis()
         below.grid(visible=False)
         # With many labels only every n-th is named.
-        at = range(0, len(table.labels), math.ceil(len(table.labels) / MANY))
-        below.set_yticks(at, [shorten(table.labels[i], 16) for i in at])
+        at = range(0, len(labels), math.ceil(len(labels) / MANY))
+        below.set_yticks(at, [shorten(labels[i], 16) for i in at])
         below.set_ylabel("label")
         if many:
-            below.set_xlabel(f"{len(table.sites):,} sites")
+            below.set_xlabel(f"{len(sites):,} sites")
             below.set_xticks([])
         else:
             below.set_xticks(range(len(names)), names, rotation=90 if upright else 0)
@@ -338,7 +338,7 @@ def draw_labels(run: RunSummary) -> Chart | None:
                 if count:
                     below.text(site, label, f"{count:.0f}", color=INK, ha="center", va="center")
     caption = (
-        f"Training records of {counted(len(table.sites), 'site')} (columns) by label (rows). "
+        f"Training records of {counted(len(sites), 'site')} (columns) by label (rows). "
         "Darker cells: the label makes up more of the site. Similar columns mean similar label "
         "distributions; single dark cells mean that sites have only some labels."
     )

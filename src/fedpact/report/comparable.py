@@ -10,7 +10,7 @@ privacy. Parts of the method may differ, and are shown. A setting that several a
 such as τ or η, makes runs unequal if one of them uses a default that differs from the others.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final
@@ -20,7 +20,6 @@ from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.configuration import DEFAULTS_KEY, flatten
 from fedpact.data.partition import site_names
 
-_EACH: Final = ("epsilon", "delta", "sigma")
 _SCHEDULES: Final = (("privacy", "clip_schedule"), ("local", "schedule"))
 
 
@@ -45,39 +44,26 @@ def canonical(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grant(plan: dict[str, Any], privacy: dict[str, Any]) -> None:
-    own = {site: dict(of) for site, of in (privacy.get("per_site") or {}).items()}
-    kind = (plan.get("partition") or {}).get("kind", "natural")
+    """Put what [privacy.per_site] says into lists, in the order of the sites' names."""
     # A natural partition's sites have the data set's own names.
-    names = [] if kind == "natural" else site_names(plan.get("sites") or 0)
-    for key in (key for key in _EACH if key in privacy):
-        privacy[key] = _shared(privacy[key], own, key, names)
-    if plan.get("batch_size") is None and "sampling_rate" in plan:
-        plan["sampling_rate"] = _shared(plan["sampling_rate"], own, "sampling_rate", names)
-    if "per_site" in privacy:
-        privacy["per_site"] = {
-            site: kept
-            for site, of in own.items()
-            if (kept := {key: value for key, value in of.items() if value is not None})
-        }
+    natural = (plan.get("partition") or {}).get("kind", "natural") == "natural"
+    names = [] if natural else site_names(plan.get("sites") or 0)
+    own = privacy.get("per_site") or {}
+    rate = ("sampling_rate", plan)
+    for key, table in (("epsilon", privacy), ("delta", privacy), ("sigma", privacy), rate):
+        each = table.get(key)
+        if names and own.keys() <= {*names}:
+            each = each if isinstance(each, list) else [each] * len(names)
+            granted = [own.get(name, {}).get(key) for name in names]
+            # A list of another length is refused when the run begins.
+            each = [e if one is None else one for one, e in zip(granted, each, strict=False)]
+            privacy["per_site"] = {}
+        if isinstance(each, list) and all(one == each[0] for one in each):
+            each = each[0]
+        if key in table:
+            table[key] = each
     if privacy.get("sizes") == "public":
         privacy.pop("size_noise", None)
-
-
-def _shared(value: Any, own: dict[str, dict[str, Any]], key: str, names: Sequence[str]) -> Any:
-    """Return the common value of all sites, or a list in the names' order if they differ.
-
-    Values that it covers are removed from `own`, site -> settings.
-    """
-    each = value if isinstance(value, list) else [value] * len(names)
-    if names and len(each) == len(names) and own.keys() <= set(names):
-        given = [own.get(name, {}).pop(key, None) for name in names]
-        value = [all_ if one is None else one for one, all_ in zip(given, each, strict=True)]
-    if isinstance(value, list) and all(one == value[0] for one in value):
-        value = value[0]
-    for of in own.values():
-        if of.get(key) == value:
-            of.pop(key, None)
-    return value
 
 
 JsonMapping = Mapping[str, Any]

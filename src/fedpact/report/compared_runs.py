@@ -225,11 +225,11 @@ class Comparison:
         spread = any("partition" in d.key for d in unequal) or any(
             key.split(".")[0] in _PLACES for key in self.swept
         )
-        digests = dict[int, set[str]]()
+        parts = dict[int, list[Any]]()
         for run in self.runs:
-            if run.partition is not None:
-                digests.setdefault(run.seed, set()).add(run.partition)
-        if not spread and any(len(of) > 1 for of in digests.values()):
+            if of := run.partition:
+                parts.setdefault(run.seed, []).append((of.get("train"), of.get("held_out")))
+        if not spread and any(part != of[0] for of in parts.values() for part in of):
             lines.append("the records of the sites, under the same partition settings and seed")
         return lines
 

@@ -100,7 +100,7 @@ def why_none(run: RunSummary, named: bool = True) -> str:
             "evaluated; `fedpact personalise` shows a site's owner its own figures. "
             f"{DECLARE}"
         )
-    if run.labels is not None and not run.private:
+    if run.partition and not run.private:
         return (
             "there is no public test set, and no site holds out a record: give more records, "
             "fewer sites or a larger partition.held_out"
@@ -245,7 +245,7 @@ def joining_rows(runs: Sequence[RunSummary]) -> list[JoiningRow]:
     """
     by_site: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
-        for site, figures in (run.joining or {"sites": {}})["sites"].items():
+        for site, figures in run.joining.get("sites", {}).items():
             by_site.setdefault(site, []).append(figures)
     return [_joining_row(site, figures) for site, figures in sorted(by_site.items())]
 

@@ -5,7 +5,6 @@ partition.json and environment.json are written by simulations, audit.json by `f
 joining.json by `fedpact personalise`.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -42,23 +41,6 @@ ENDS: Final = {
 
 
 @dataclass(frozen=True)
-class LabelTable:
-    """Training records of each label at each site; simulator only. counts[site][label]."""
-
-    sites: list[str]
-    labels: list[str]
-    counts: list[list[int]]
-
-    @staticmethod
-    def of(partition: Document) -> "LabelTable":
-        """Return the table of a partition.json."""
-        counts = [[int(n) for n in row] for row in partition["label_counts"]]
-        return LabelTable(
-            [*map(str, partition["train"])], [*map(str, partition["classes"])], counts
-        )
-
-
-@dataclass(frozen=True)
 class SitePrivacy:
     """One site's guarantee in a private run, and how much of it is spent.
 
@@ -83,21 +65,17 @@ class SitePrivacy:
 
 @dataclass(frozen=True, eq=False)
 class RunSummary:
-    """A run: the documents of its folder, and what follows from them.
-
-    labels: None if the folder has no partition. partition: a digest of each site's records.
-    """
+    """A run: the documents of its folder, {} for a missing one, and what follows from them."""
 
     path: Path
     plan: Document
     privacy: Document
     summary: Document
     environment: Document
+    partition: Document
+    joining: Document
     records: list[RoundRecord]
-    labels: LabelTable | None
     audit: Audit | None
-    joining: Document | None
-    partition: str | None = None
 
     @property
     def private(self) -> bool:
@@ -138,11 +116,6 @@ class RunSummary:
         return self.records[-1]
 
     @property
-    def own_models(self) -> bool:
-        """Whether each site trains and evaluates its own model."""
-        return bool(self.privacy.get("own_models"))
-
-    @property
     def head(self) -> int:
         """The number of entries at the end of w that each site keeps private, 0 for none."""
         settings, local = self.plan.get("settings", {}), self.plan.get("local", {})
@@ -157,7 +130,7 @@ class RunSummary:
     def sites(self) -> list[str]:
         """The names of all sites that any file mentions, sorted."""
         names = {*self.privacy["sites"], *self.summary.get("epsilon", {})}
-        names.update(self.labels.sites if self.labels else ())
+        names.update(self.partition.get("train", ()))
         for record in self.records:
             names.update(record.scores, record.epsilon, record.refused)
         return sorted(names)
@@ -275,9 +248,11 @@ class RunSummary:
         """
         if not self.private:
             return None
-        sites = self.site_privacy
-        held = self.privacy.get("evaluation") or {}
-        cost = max(map(self.evaluation_cost, sites), default=0.0)
+        sites, held = self.site_privacy, self.privacy.get("evaluation") or {}
+        # The whole reservation counts while the run has not ended.
+        cost = float(held.get("epsilon_reserved", 0.0))
+        if held and self.released:
+            cost = max(float(self.released["epsilon_spent"].get(site, 0.0)) for site in sites)
         return replace(
             self.training,
             epsilon=max(cost, largest_epsilon(site.epsilon_spent for site in sites.values())),
@@ -297,18 +272,6 @@ class RunSummary:
         epsilon = max(of.epsilon, float(held.get("epsilon_reserved", 0.0)))
         delta = max(of.delta, float(held.get("delta", 0.0)))
         return replace(of, epsilon=epsilon, delta=delta, alone=max(epsilon, of.alone))
-
-    def evaluation_cost(self, site: str) -> float:
-        """Return an upper bound on ε of a site's evaluations; 0 without any.
-
-        The whole reservation counts while the run has not ended.
-        """
-        held = self.privacy.get("evaluation")
-        if not held:
-            return 0.0
-        if not self.released:
-            return float(held["epsilon_reserved"])
-        return float(self.released["epsilon_spent"].get(site, 0.0))
 
     # ------------------------------------------------------------ what was done for it
 
@@ -396,21 +359,19 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
 
     begun: False also reads a run without any round; it gets an empty round 0.
     """
-    partition, audit = (_read(folder / f"{n}.json", needed=False) for n in ("partition", "audit"))
+    names = ("summary", "environment", "partition", "joining", "audit")
     try:
+        other = {name: _read(folder / f"{name}.json", needed=False) for name in names}
+        audit = other.pop("audit")
         run = RunSummary(
             path=folder,
             plan=_read(folder / "plan.json"),
             privacy=_read(folder / "privacy.json"),
-            summary=_read(folder / "summary.json", needed=False),
-            environment=_read(folder / "environment.json", needed=False),
             records=_read_records(folder / "rounds.jsonl")
             if begun or (folder / "rounds.jsonl").exists()
             else [RoundRecord(round=0)],
-            labels=LabelTable.of(partition) if partition else None,
             audit=read_audit(audit) if audit else None,
-            joining=_read(folder / "joining.json", needed=False) or None,
-            partition=_digest(partition) if partition else None,
+            **other,
         )
         _check(run)
         # Computed here, so that a damaged file is found before anything is drawn.
@@ -426,25 +387,14 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
     return run
 
 
-def _digest(partition: Document) -> str:
-    records = json.dumps([partition.get("train"), partition.get("held_out")], sort_keys=True)
-    return hashlib.blake2b(records.encode(), digest_size=16).hexdigest()
-
-
 def _read(path: Path, *, needed: bool = True) -> Document:
     if not needed and not path.exists():
         return {}
+    text = _read_text(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except PermissionError:
-        raise DataError(
-            f"{path} cannot be read by this account: use the account that owns the run"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read ({type(error).__name__}): expected a file of a run's folder; "
-            f"{explain_not_a_run(path.parent)}"
-        ) from error
+        document = json.loads(text)
+    except ValueError as error:
+        raise _unreadable(path, error) from error
     if not isinstance(document, dict):
         raise DataError(
             f"{path} is a {type(document).__name__}: expected one JSON object, as `fedpact run` "
@@ -453,15 +403,22 @@ def _read(path: Path, *, needed: bool = True) -> Document:
     return document
 
 
-def _read_records(path: Path) -> list[RoundRecord]:
+def _read_text(path: Path) -> str:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read ({type(error).__name__}): expected one line per round; give "
-            "a folder that `fedpact run` wrote, after its round 0"
-        ) from error
-    records: list[RoundRecord] = []
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path} cannot be read ({type(error).__name__}): expected a file of a run's folder, and "
+        f"an account that may read it; {explain_not_a_run(path.parent)}"
+    )
+
+
+def _read_records(path: Path) -> list[RoundRecord]:
+    lines, records = _read_text(path).splitlines(keepends=True), list[RoundRecord]()
     for number, line in enumerate(lines, start=1):
         try:
             records.append(RoundRecord.from_json(line))
