@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from fedpact.common import notebook
 from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import Bar, in_notebook
 from fedpact.plan import Plan
-from fedpact.report import charts
-from fedpact.report.drawing import Chart
-from fedpact.report.run_summary import read_run
 from fedpact.studies.compare import Compared
 
 SITES = ["north", "<b>south</b>", "east"]
@@ -39,23 +35,6 @@ def compared(folder: Path) -> Compared:
             put(folder, name, seed, {0: 0.1, 4: top})
     found = read(folder, ["one", "two"], (1, 2))
     return Compared(found.folder, found.entries)
-
-
-@pytest.mark.drawn
-def test_single_layout_equals_matplotlibs_own_drawing(tmp_path, monkeypatch):
-    builder(tmp_path)(SITES)
-    run = read_run(tmp_path)
-    for draw in (charts.accuracy, charts.site_accuracy, charts.draw_epsilon):
-        figure, other, bare = (draw(run) for _ in range(3))
-        before = figure.get_layout_engine(), figure.canvas
-        once = figure.svg
-        assert (figure.get_layout_engine(), figure.canvas) == before
-        with monkeypatch.context() as patch:
-            patch.setattr(Chart, "_laid_out", lambda _: nullcontext())
-            assert other.svg == once
-            # Nor would any figure pass: without room for its labels it is another one.
-            bare.set_layout_engine("none")
-            assert bare.svg != once
 
 
 class Tags(HTMLParser):

@@ -232,9 +232,9 @@ def entries(path):
 
 def check_that_what_its_report_prints_repeats_it(directory, elsewhere):
     found = read_run(directory / "server" / "run")
-    again = repeat(found)
-    assert "a simulation repeats the run" in again.words
-    arguments = shlex.split(again.command)
+    command, words = repeat(found)
+    assert "a simulation repeats the run" in words
+    arguments = shlex.split(command)
     assert arguments[:2] == ["fedpact", "run"]
     result = simulate(Plan.read(Path(arguments[2])), elsewhere)
     check_the_model_bit_for_bit(directory, result)

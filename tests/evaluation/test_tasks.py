@@ -212,9 +212,9 @@ def test_a_module_is_a_loss_and_a_class_is_not(tmp_path):
     ours = fedpact.run("logistic", (X, y), **SETTINGS, out=tmp_path / "ours")
     for a, b in zip(mine.model.parameters(), ours.model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
-    told = repeat(read_run(mine.folder))
-    assert told.command.startswith("fedpact.run(")
-    assert told.command.endswith("data=..., loss=...)")
+    command, _ = repeat(read_run(mine.folder))
+    assert command.startswith("fedpact.run(")
+    assert command.endswith("data=..., loss=...)")
     with pytest.raises(ModelError, match="which is a class"):
         fedpact.Plan(task={"loss": torch.nn.CrossEntropyLoss}).task.per_record(2)
 

@@ -272,11 +272,11 @@ def test_a_folder_records_passed_objects_and_accepts_no_other(tmp_path):
     again = fedpact.run(plan, data=own, out=tmp_path / "again")
     for a, b in zip(first.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    told = repeat(read_run(first.folder))
-    assert told.command.startswith("fedpact.run(")
-    assert "data=..., model=..." in told.command
-    assert plan.model in told.words
-    assert "test=..." in told.words
+    command, words = repeat(read_run(first.folder))
+    assert command.startswith("fedpact.run(")
+    assert "data=..., model=..." in command
+    assert plan.model in words
+    assert "test=..." in words
 
 
 def test_a_missing_test_set_is_asked_for_with_the_records():

@@ -54,6 +54,10 @@ _MEASURES: Final[Mapping[str, RunMeasure]] = {
 """JSON key -> figure of a run; entries have its mean and deviation."""
 
 
+def _hundredths(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
 def _percents(of: RunMeasure) -> Cell:
     """Per cent with two decimals: methods are compared by fractions of a point."""
 
@@ -61,9 +65,8 @@ def _percents(of: RunMeasure) -> Cell:
         spread = entry.spread(of)
         if spread is None or not math.isfinite(spread.mean):
             return percent(spread and spread.mean)
-        if spread.deviation is None:
-            return f"{100 * spread.mean:.2f} %"
-        return f"{100 * spread.mean:.2f} ± {100 * spread.deviation:.2f} %"
+        apart = "" if spread.deviation is None else f" ± {_hundredths(spread.deviation)}"
+        return f"{_hundredths(spread.mean)}{apart} %"
 
     return cell
 
@@ -166,7 +169,7 @@ def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
     for measure in SWEPT:
         lines = series(comparison, key, measure)
         values = {text: value for line in lines for text, (value, _) in line.points.items()}
-        form = number if measure == "mean loss" else lambda value: f"{100 * value:.2f}"
+        form = number if measure == "mean loss" else _hundredths
         rows = list[tuple[str, ...]]()
         for line in lines:
             told = {text: spread.describe(form) for text, (_, spread) in line.points.items()}

@@ -13,7 +13,6 @@ from typing import Any, Final, Self, TypeVar
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
@@ -141,8 +140,7 @@ class Chart(Figure):
         with matplotlib.rc_context(style), warnings.catch_warnings():
             # The browser has the glyphs that matplotlib's font lacks.
             warnings.filterwarnings("ignore", message="Glyph .* missing")
-            with self._laid_out():
-                super().savefig(buffer, format="svg", metadata=metadata, transparent=True)
+            super().savefig(buffer, format="svg", metadata=metadata, transparent=True)
         text = buffer.getvalue()
         text = text[text.index("<svg") :]
         # Groups have the same ids in every figure, and nothing refers to them.
@@ -152,20 +150,6 @@ class Chart(Figure):
         return apply_theme(text).replace(
             "<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1
         )
-
-    @contextmanager
-    def _laid_out(self) -> Iterator[None]:
-        """Lay out the figure once; otherwise matplotlib would draw all of it twice."""
-        engine, canvas = self.get_layout_engine(), self.canvas
-        if engine is not None:
-            FigureCanvasSVG(self)  # the width of text depends on the canvas
-            engine.execute(self)
-        self.set_layout_engine(None)
-        try:
-            yield
-        finally:
-            self.set_layout_engine(engine)
-            self.set_canvas(canvas)
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         """Save as matplotlib does, with the legend, which pages show separately."""

@@ -4,7 +4,6 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -34,15 +33,6 @@ from fedpact.report.evaluations import JOINING_NOTE, joining_rows, joining_table
 from fedpact.report.meaning import explain_run
 from fedpact.report.run_summary import RunSummary, SitePrivacy, read_run
 from fedpact.report.template import page
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """How to repeat a run. command: for a shell, or Python. words: the result."""
-
-    command: str
-    words: str
-
 
 _SAME = (
     "It trains the same model, bit for bit, from the same data, with the versions below on the "
@@ -75,15 +65,15 @@ _REASONS: Final = 5
 _CARD = "It trained on a GPU, whose random noise a CPU cannot reproduce."
 
 
-def repeat(run: RunSummary) -> Repeat:
-    """Return how the run can be repeated."""
+def repeat(run: RunSummary) -> tuple[str, str]:
+    """Return the command or the Python call that repeats a run, and what it gives, in words."""
     path, again = run.path / "plan.json", run.path.with_name(f"{run.path.resolve().name}-again")
     shell = f"fedpact run {shlex.quote(str(path))} --out {shlex.quote(str(again))}"
     randomness = str(run.privacy["randomness"])
     if randomness.startswith("secure"):
-        return Repeat(shell, _SECURE)
+        return shell, _SECURE
     if randomness.startswith("seeded test"):
-        return Repeat(shell, _TEST)
+        return shell, _TEST
     given, budget = run.plan.get("run", {}), run.plan.get("budget", {})
     words = [_SAME]
     words += [_LEDGERS] if given.get("ledgers") else []
@@ -91,10 +81,10 @@ def repeat(run: RunSummary) -> Repeat:
     words += [_CARD] if given.get("device", "cpu") != "cpu" else []
     if own := get_handed_in(run.plan):
         what = " and ".join(f"{key} {', '.join(names)}" for key, names in own.items())
-        return Repeat(_in_python(path, own), " ".join([_HANDED.format(what=what), *words]))
+        return _in_python(path, own), " ".join([_HANDED.format(what=what), *words])
     if run.environment.get("data") == "given":
-        return Repeat(_in_python(path, ["data"]), " ".join([_GIVEN, *words]))
-    return Repeat(shell, " ".join(words))
+        return _in_python(path, ["data"]), " ".join([_GIVEN, *words])
+    return shell, " ".join(words)
 
 
 def _in_python(path: Path, given: Iterable[str]) -> str:
@@ -123,7 +113,8 @@ def render_run(run: RunSummary) -> str:
     # The papers' theory takes time to load.
     from fedpact.report.convergence import rates, wire
 
-    given, defaults = _settings(run.plan)
+    marked, settings = set(run.plan.get(DEFAULTS_KEY, ())), _flat(run.plan)
+    left = [row for row in settings if row[0] in marked or row[1] == "–"]
     metrics = (charts.metric(run, name) for name in run.measured)
     learned = (charts.accuracy(run), charts.draw_loss(run), *metrics, charts.site_accuracy(run))
     return page(
@@ -141,7 +132,7 @@ def render_run(run: RunSummary) -> str:
         },
         wire=wire(run),
         rates=rates(run),
-        fair=_fair(run),
+        most_entropy=math.log(len(run.scores)) if run.scores else 0.0,
         released=evaluations.find_last_evaluation(run),
         unevaluated=evaluations.why_none(run),
         sites=_site_table(run),
@@ -153,8 +144,8 @@ def render_run(run: RunSummary) -> str:
         budgets=_budgets(run),
         refusals=_refusals(run),
         repeat=repeat(run),
-        configuration=given,
-        defaults=defaults,
+        configuration=[row for row in settings if row not in left and row[0] != DEFAULTS_KEY],
+        defaults=[row for row in left if row[0] != DEFAULTS_KEY],
         environment=_flat(run.environment),
     )
 
@@ -308,21 +299,6 @@ def _facts(run: RunSummary) -> list[str]:
     return [*facts, str(run.environment.get("run", run.path.resolve().name))]
 
 
-def _fair(run: RunSummary) -> dict[str, str] | None:
-    found = run.fairness
-    return found and {
-        "sites": counted(len(run.scores), "site"),
-        "mean": percent(found["mean"]),
-        "deviation": percent(math.sqrt(found["variance"])),
-        "worst_tenth": percent(found["worst_tenth"]),
-        "worst_site": found["worst_site"],
-        "worst_accuracy": percent(found["worst_accuracy"]),
-        # With the same rounding, so that equal accuracies reach the bound.
-        "entropy": f"{found['entropy']:.4f}",
-        "most_entropy": f"{math.log(len(run.scores)):.4f}",
-    }
-
-
 def _site_table(run: RunSummary) -> TextTable:
     """Return a row for each site, worst first: its privacy and the last model's figures."""
     bounds: dict[str, Callable[[SitePrivacy], float]] = {
@@ -374,31 +350,16 @@ def _budgets(run: RunSummary) -> str:
     return ", ".join(shown) + "; site by site in the table above"
 
 
-def _refusals(run: RunSummary) -> list[dict[str, Any]]:
+def _refusals(run: RunSummary) -> list[tuple[str, str, list[int]]]:
+    """Return each site and reason, with the rounds in which it refused for it."""
     rounds: dict[tuple[str, str], list[int]] = {}
     for record in run.records:
         for refused in record.refused.items():
             rounds.setdefault(refused, []).append(record.round)
     return [
-        {
-            "site": site,
-            "why": f"{code}: it {REASONS[code]}" if code in REASONS else code,
-            "rounds": len(at),
-            "first": min(at),
-            "last": max(at),
-        }
+        (site, f"{code}: it {REASONS[code]}" if code in REASONS else code, at)
         for (site, code), at in sorted(rounds.items())
     ]
-
-
-def _settings(plan: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the given settings, and those left at their defaults."""
-    rows, marked = _flat(plan), set(plan.get(DEFAULTS_KEY, ()))
-    given, left = list[tuple[str, str]](), list[tuple[str, str]]()
-    for key, value in rows:
-        if key != DEFAULTS_KEY:
-            (left if key in marked or value == "–" else given).append((key, value))
-    return given, left
 
 
 def _flat(document: dict[str, Any]) -> list[tuple[str, str]]:

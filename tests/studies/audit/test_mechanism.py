@@ -174,10 +174,10 @@ def test_right_noise_on_a_grid_is_normal_as_often_as_is_said(target, queries):
     """Of 10 p-values 5 or more are below 0.05 with probability 6e-5; as it was, 7 of them were."""
     assert target.terms.units
     small = [
-        test.p
+        test.bound
         for seed in range(100, 110)
         for test in noise_checks(seeded(target, seed), queries)[1:]
-        if "it is normal" in test.what
+        if "it is normal" in test.found
     ]
     for one in (small[0::2], small[1::2]):
         assert len(one) == 10

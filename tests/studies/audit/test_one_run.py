@@ -39,6 +39,11 @@ def fair(audited):
     return audited.target(*FAIR)
 
 
+def measured(level):
+    """The noise multiplier itself: its bound is as far above it as that at best above the claim."""
+    return level.bound * level.claimed / level.power
+
+
 def levels_of(target):
     return noise_levels(target, noise_alone(target, queries_of(target)))
 
@@ -75,18 +80,19 @@ def test_noise_level(factor, passes, fair):
         return fair.make(records, kernel, dataclasses.replace(terms, sigmas=sigmas), draws)
 
     levels = levels_of(dataclasses.replace(fair, make=quieter))
-    assert {level.channel for level in levels} == {"gradient", "loss", "below"}
+    told = {level.found.split(",")[0] for level in levels}
+    assert told == {f"noise of {channel}" for channel in ("gradient", "loss", "below")}
     assert all(level.passed for level in levels) == passes
     for level in levels:
         # 200 releases of one number have a relative error of 5 % (one standard deviation).
-        assert level.measured == pytest.approx(factor * level.claimed, rel=0.25)
+        assert measured(level) == pytest.approx(factor * level.claimed, rel=0.25)
 
 
 def test_noise_level_of_batch_clipping(audited):
     target = audited.target("algorithm=ldp_fedsgd", "privacy.mode=batch_clipped")
     found = check_mechanism(target)
     assert found.passed
-    assert found.noise[0].measured == pytest.approx(target.terms.multipliers["gradient"], rel=0.02)
+    assert measured(found.noise[0]) == pytest.approx(target.terms.multipliers["gradient"], rel=0.02)
     broken = dataclasses.replace(target, make=audited.broken["noise halved"])
     assert not levels_of(broken)[0].passed
 
@@ -100,7 +106,7 @@ def test_noise_on_a_coarse_grid_is_found_as_it_is(audited, tables):
     alone = noise_alone(target, queries)
     for level in noise_levels(target, alone):
         assert level.passed
-        assert level.measured == pytest.approx(level.claimed, rel=0.25)
+        assert measured(level) == pytest.approx(level.claimed, rel=0.25)
     assert all(test.passed for test in noise_tests(target, queries, alone))
     broken = dataclasses.replace(target, make=audited.broken["noise halved"])
     assert not any(level.passed for level in levels_of(broken))

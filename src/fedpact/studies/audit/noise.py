@@ -39,59 +39,28 @@ _ERROR = 1e-3
 _JOINT = 1 - _ERROR  # the confidence of the upper bounds on all channels' noise together
 
 
-@dataclass(frozen=True)
-class NoiseLevel:
-    """One channel's noise multiplier: measured, an upper confidence bound, and as claimed.
-
-    at_best: the expected bound for noise exactly as claimed.
-    """
-
-    channel: str
-    measured: float
-    at_most: float
-    claimed: float
-    at_best: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether the noise may be as large as claimed."""
-        return self.claimed <= self.at_most
-
-
-@dataclass(frozen=True)
-class Tested:
-    """A test of a hypothesis that holds for a correct mechanism.
+def row_of_test(what: str, p: float, level: float) -> AuditRow:
+    """Return the test of a hypothesis that holds for a correct mechanism.
 
     level: a correct mechanism has p < level with at most this probability.
     """
-
-    what: str
-    p: float
-    level: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether the hypothesis is not rejected."""
-        return self.p >= self.level
+    return AuditRow("noise", "p", p, level, None, 1 - level, f"test that {what}")
 
 
-def rows_of_tests(method: str, tests: Sequence[Tested]) -> list[AuditRow]:
-    """Return a row for each failed test, and one for the test that nearly failed."""
-    failed = [t for t in tests if not t.passed]
-    good = sorted((t for t in tests if t.passed), key=lambda t: t.p / t.level)
+def pick_tests(tests: Sequence[AuditRow]) -> list[AuditRow]:
+    """Return each failed test, and the one that nearly failed."""
+    good = sorted((t for t in tests if t.passed), key=lambda t: t.bound / t.claimed)
     nearest = f" (nearest of {len(good)} that pass)" if len(good) > 1 else ""
-    return [
-        AuditRow(method, "p", t.p, t.level, None, 1 - t.level, f"test that {t.what}{note}")
-        for t, note in [*((t, "") for t in failed), *((t, nearest) for t in good[:1])]
-    ]
+    failed = [t for t in tests if not t.passed]
+    return failed + [replace(t, found=t.found + nearest) for t in good[:1]]
 
 
 @dataclass(frozen=True)
 class MechanismTests:
     """The noise's level in every channel, and tests of the noise and the sampling."""
 
-    noise: tuple[NoiseLevel, ...]
-    tests: tuple[Tested, ...]
+    noise: tuple[AuditRow, ...]
+    tests: tuple[AuditRow, ...]
 
     @property
     def passed(self) -> bool:
@@ -100,12 +69,7 @@ class MechanismTests:
 
     def rows(self, method: str, _: float) -> list[AuditRow]:
         """Return the rows of the audit's table."""
-        rows = list[AuditRow]()
-        for one in self.noise:
-            told = f"noise of {one.channel}, measured {one.measured:.4f}, from releases of a site "
-            found = one.at_most, one.claimed, None, _JOINT, f"{told}without records", one.at_best
-            rows.append(AuditRow(method, "σ", *found))
-        return rows + rows_of_tests(method, self.tests)
+        return [replace(row, method=method) for row in (*self.noise, *pick_tests(self.tests))]
 
 
 def why_untested(target: Target) -> str:
@@ -144,7 +108,7 @@ def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> Chann
     return _noise(target, queries, target.no_records)
 
 
-def noise_levels(target: Target, alone: ChannelNoise) -> tuple[NoiseLevel, ...]:
+def noise_levels(target: Target, alone: ChannelNoise) -> tuple[AuditRow, ...]:
     """Return the level of every channel; all bounds hold jointly with probability 0.999.
 
     alone: from `noise_alone`.
@@ -153,7 +117,7 @@ def noise_levels(target: Target, alone: ChannelNoise) -> tuple[NoiseLevel, ...]:
     about the mean of all events, with one degree less for each coordinate, as a constant is no
     noise.
     """
-    levels = list[NoiseLevel]()
+    levels = list[AuditRow]()
     for channel, noise in alone.items():
         flat = noise.flatten(0, 1)
         squares = float((flat - flat.mean(0)).square().sum())
@@ -163,13 +127,16 @@ def noise_levels(target: Target, alone: ChannelNoise) -> tuple[NoiseLevel, ...]:
         at_most = claimed * (squares / least) ** 0.5
         measured = claimed * (squares / numbers) ** 0.5
         at_best = claimed * (numbers / least) ** 0.5
-        levels.append(NoiseLevel(channel, measured, at_most, claimed, at_best))
+        told = (
+            f"noise of {channel}, measured {measured:.4f}, from releases of a site without records"
+        )
+        levels.append(AuditRow("noise", "σ", at_most, claimed, None, _JOINT, told, at_best))
     return tuple(levels)
 
 
 def noise_tests(
     target: Target, queries: Mapping[str, tuple[Any, ...]], alone: ChannelNoise
-) -> tuple[Tested, ...]:
+) -> tuple[AuditRow, ...]:
     """Test that every channel's noise is N(0, 1) in its own units, and drawn anew each time.
 
     On a site without records, and on all records in every batch. A correct mechanism passes all
@@ -183,7 +150,7 @@ def noise_tests(
         for channel, noise in noises.items():
             found += [(f"{channel}, {where}: {what}", p) for what, p in _tests(noise)]
     # Bonferroni: each test has its share of the error.
-    return tuple(Tested(what, p, _ERROR / len(found)) for what, p in found)
+    return tuple(row_of_test(what, p, _ERROR / len(found)) for what, p in found)
 
 
 def _tests(noise: torch.Tensor) -> Iterator[tuple[str, float]]:
@@ -272,7 +239,7 @@ _QUIET = 1e-4  # the factor of the noise
 _READ = 0.25  # the largest distance of a sum from a whole number of records
 
 
-def sampling_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tuple[Tested, ...]:
+def sampling_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tuple[AuditRow, ...]:
     """Return the tests; none if a batch's sum is not that of its records (batch clipping).
 
     Where no records of a made-up site can be told apart, one row says so.
@@ -286,14 +253,14 @@ def sampling_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tu
     records, places, parts = _site(target, made, query)
     if parts is None:
         told = "sampling is not tested: fewer than three records of this model have sums apart"
-        return (Tested(told, 1.0, _ERROR),)
+        return (row_of_test(told, 1.0, _ERROR),)
     drawn = _drawn(target, records, queries, parts)
     whole = np.round(drawn)
     off = float(np.abs(drawn - whole).max())
     found = [("a batch's sum is that of whole records, each clipped", 1.0 if off < _READ else 0.0)]
     if off < _READ:
         found += _sampling_tests(whole, places, target.terms.rate)
-    return tuple(Tested(what, p, _ERROR / len(found)) for what, p in found)
+    return tuple(row_of_test(what, p, _ERROR / len(found)) for what, p in found)
 
 
 def _site(

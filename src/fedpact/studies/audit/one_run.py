@@ -13,7 +13,7 @@ Adding canaries at an unchanged public size matches add/remove adjacency.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from fedpact.studies.audit.bounds import (
     make_loss_bound,
     one_run_epsilon,
 )
-from fedpact.studies.audit.noise import Tested, rows_of_tests
+from fedpact.studies.audit.noise import row_of_test
 from fedpact.studies.audit.target import Asked, Target, draw_mislabelled, simulate_rounds
 
 # Guesses as shares of the canaries; the largest bound counts, each at its part of the error.
@@ -66,7 +66,7 @@ class OneRun:
     epsilon: float
     claimed: float
     power: float
-    curve: Tested
+    curve: AuditRow
 
     @property
     def passed(self) -> bool:
@@ -80,7 +80,7 @@ class OneRun:
             f"{self.events} events"
         )
         found = self.epsilon, self.claimed, self.delta, confidence, told, self.power
-        return [AuditRow(method, "ε", *found), *rows_of_tests(method, (self.curve,))]
+        return [AuditRow(method, "ε", *found), replace(self.curve, method=method)]
 
 
 def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> OneRun:
@@ -106,7 +106,7 @@ def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> On
     return OneRun(
         m, guesses, correct, events + openings, delta, best, claimed,
         power=_power(m, claimed, delta, error),
-        curve=Tested(told, p, error),
+        curve=row_of_test(told, p, error),
     )  # fmt: skip
 
 
