@@ -13,11 +13,7 @@ from typing import Any, Final, Self, TypeVar
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_hex
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from fedpact.common.errors import InputError
@@ -35,17 +31,6 @@ WIDTH: Final = 3.6
 """Inches. At a phone's width type is still 11 pixels; on a screen three figures fit in a row."""
 
 _POINTS = 400
-_DASHES: Final = {"--": "7 3", ":": "2 3", "-.": "7 3 2 3"}
-# Matplotlib's markers, drawn around (11, 5) for legends.
-_SHAPES: Final = {
-    "o": "M7.5 5a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0",
-    "s": "M8 2h6v6h-6z",
-    "^": "M11 1l4 7h-8z",
-    "D": "M11 1l4 4l-4 4l-4-4z",
-    "v": "M11 9l4-7h-8z",
-    "P": "M9.5 1h3v2.5h2.5v3h-2.5v2.5h-3v-2.5h-2.5v-3h2.5z",
-    "X": "M8 1l3 2.5l3-2.5l1.5 1.5l-3 2.5l3 2.5l-1.5 1.5l-3-2.5l-3 2.5l-1.5-1.5l3-2.5l-3-2.5z",
-}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a site may be called $x$
@@ -75,31 +60,10 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class LegendKey:
-    """An entry of a legend. dashes: as in SVG. opacity: of an area, None for a line.
-
-    marker: one of _SHAPES, or "".
-    """
+    """An entry of a legend. svg: a small picture of the line or the area."""
 
     label: str
-    colour: str
-    dashes: str = ""
-    opacity: float | None = None
-    marker: str = ""
-
-    @property
-    def svg(self) -> str:
-        """A small picture of the line or the area."""
-        mark = f'<line x1="0" y1="5" x2="22" y2="5" stroke-dasharray="{self.dashes}" />'
-        style = f"stroke: {self.colour}; stroke-width: 2.5"
-        if self.opacity is not None:
-            mark = '<rect width="22" height="10" />'
-            style = f"fill: {self.colour}; fill-opacity: {self.opacity:g}"
-        mark = mark.replace(" />", f' style="{style}" />')
-        if shape := _SHAPES.get(self.marker):
-            mark += f'<path d="{shape}" style="fill: {self.colour}" />'
-        return apply_theme(
-            f'<svg class="key" width="22" height="10" aria-hidden="true">{mark}</svg>'
-        )
+    svg: str
 
 
 class Chart(Figure):
@@ -124,7 +88,13 @@ class Chart(Figure):
     @property
     def keys(self) -> list[LegendKey]:
         """The entries of the legend; may be empty."""
-        return [key for drawn, label in self._named if (key := _key(drawn, label))]
+        found, form = list[LegendKey](), {"frameon": False, "borderpad": 0, "handletextpad": 0}
+        for drawn, label in self._named:
+            picture = Figure(figsize=(0.31, 0.14))
+            picture.legend([drawn], [""], loc="center", **form)
+            svg = _draw_svg(picture, f"{self.title}, {label}", 'aria-hidden="true"')
+            found.append(LegendKey(label, svg))
+        return found
 
     @property
     def _named(self) -> list[tuple[Any, str]]:
@@ -134,22 +104,7 @@ class Chart(Figure):
     @property
     def svg(self) -> str:
         """The figure as an <svg> element, without its legend, for a page with others."""
-        buffer = io.StringIO()
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        style = {**_STYLE, "svg.hashsalt": self.title}
-        with matplotlib.rc_context(style), warnings.catch_warnings():
-            # The browser has the glyphs that matplotlib's font lacks.
-            warnings.filterwarnings("ignore", message="Glyph .* missing")
-            super().savefig(buffer, format="svg", metadata=metadata, transparent=True)
-        text = buffer.getvalue()
-        text = text[text.index("<svg") :]
-        # Groups have the same ids in every figure, and nothing refers to them.
-        text = re.sub(r'<g id="[^"]*">', "<g>", text)
-        # The browser's font has similar widths.
-        text = text.replace("DejaVu Sans", "system-ui")
-        return apply_theme(text).replace(
-            "<svg", f'<svg role="img" aria-label="{escape(self.title)}"', 1
-        )
+        return _draw_svg(self, self.title, f'role="img" aria-label="{escape(self.title)}"')
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         """Save as matplotlib does, with the legend, which pages show separately."""
@@ -181,19 +136,21 @@ def sheet(height: float = 2.5) -> Iterator[Chart]:
         yield Chart(figsize=(WIDTH, height), layout="constrained")
 
 
-def _key(handle: Any, label: str) -> LegendKey | None:
-    match handle:
-        case Line2D():
-            colour: Any = handle.get_color()
-            dashes = _DASHES.get(str(handle.get_linestyle()), "")
-            return LegendKey(label, to_hex(colour), dashes, marker=str(handle.get_marker()))
-        case PolyCollection():
-            face: Any = handle.get_facecolor()
-            return LegendKey(label, to_hex(face[0]), "", handle.get_alpha() or 1.0)
-        case ErrorbarContainer():
-            return _key(handle.lines[0], label)
-        case _:
-            return None
+def _draw_svg(figure: Figure, salt: str, attributes: str) -> str:
+    """Return a figure as an <svg> element. salt: distinguishes its ids from those of others."""
+    buffer = io.StringIO()
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    style = {**_STYLE, "svg.hashsalt": salt}
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        # The browser has the glyphs that matplotlib's font lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        Figure.savefig(figure, buffer, format="svg", metadata=metadata, transparent=True)
+    text = buffer.getvalue()
+    # Groups have the same ids in every figure, and nothing refers to them.
+    text = re.sub(r'<g id="[^"]*">', "<g>", text[text.index("<svg") :])
+    # The browser's font has similar widths.
+    text = text.replace("DejaVu Sans", "system-ui")
+    return apply_theme(text).replace("<svg", f"<svg {attributes}", 1)
 
 
 def save_figure(figure: Figure, out: Path) -> None:

@@ -76,12 +76,12 @@ def expand_sweep(
             raise PlanError(
                 f"sweep {key}: it is {no_setting(plan.algorithm for plan in plans.values())}"
             )
-    entries, points = dict[str, Plan](), dict[str, SweepPoint]()
+    points = dict[str, list[dict[str, Any]]]()
     for name, plan in plans.items():
         own = [key for key in sweeps if has_key(plan, key)]
-        for values in product(*(sweeps[key] for key in own)):
-            _enter(name, plan, dict(zip(own, values, strict=True)), entries, points)
-    return entries, points
+        each = product(*(sweeps[key] for key in own))
+        points[name] = [dict(zip(own, values, strict=True)) for values in each]
+    return expand_points(plans, points)
 
 
 def expand_points(
@@ -99,21 +99,11 @@ def expand_points(
                     raise PlanError(f"point {key}: {_ELSEWHERE[key]}")
                 if not has_key(plan, key):
                     raise PlanError(f"point {key}: it is {no_setting([plan.algorithm])}")
-            _enter(name, plan, dict(point), entries, at)
+            texts = [f"{key.rpartition('.')[2]}-{value}" for key, value in point.items()]
+            parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value" for text in texts]
+            entry = free_name(safe_name("-".join([name, *parts])), entries)
+            entries[entry], at[entry] = changed(plan, point), SweepPoint(name, point)
     return entries, at
-
-
-def _enter(
-    name: str,
-    plan: Plan,
-    chosen: dict[str, Any],
-    entries: dict[str, Plan],
-    points: dict[str, SweepPoint],
-) -> None:
-    texts = [f"{key.rpartition('.')[2]}-{value}" for key, value in chosen.items()]
-    parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value" for text in texts]
-    entry = free_name(safe_name("-".join([name, *parts])), entries)
-    entries[entry], points[entry] = changed(plan, chosen), SweepPoint(name, chosen)
 
 
 def _plain(key: str, values: Any) -> list[Any]:

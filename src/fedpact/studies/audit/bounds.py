@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 from scipy.special import betainc, ndtr
 
 from fedpact.common import check
@@ -118,13 +118,13 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     if epsilon == math.inf:
         return math.inf
 
-    def weaker(mu: float) -> bool:
-        return gaussian.gaussian_epsilon(mu, delta) < epsilon
+    def excess(mu: float) -> float:
+        return gaussian.gaussian_epsilon(mu, delta) - epsilon
 
     high = 1.0
-    while weaker(high):
+    while excess(high) < 0:
         high *= 2
-    return _last(weaker, 0.0, high, within=1e-6 * high)
+    return optimize.brentq(excess, 0.0, high, xtol=1e-6 * high)
 
 
 def expect_right(mu: float, share: float) -> float:
@@ -137,7 +137,8 @@ def expect_right(mu: float, share: float) -> float:
         return float(ndtr(mu / 2 - t)), float(ndtr(-t - mu / 2))
 
     # Canaries with |score| > t are guessed, by the sign.
-    right, wrong = exceed(_last(lambda t: sum(exceed(t)) > share, 0.0, mu / 2 + 10, within=1e-12))
+    t = optimize.brentq(lambda t: sum(exceed(t)) - share, 0.0, mu / 2 + 10)
+    right, wrong = exceed(t)
     return right / (right + wrong)
 
 

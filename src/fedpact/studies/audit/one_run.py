@@ -29,7 +29,6 @@ from fedpact.per_sample.kernel import PlainKernel
 from fedpact.per_sample.share import unit_of
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
-from fedpact.privacy.terms import Terms
 from fedpact.report.audited import AuditRow
 from fedpact.studies.audit.bounds import (
     curve_p_value,
@@ -147,7 +146,10 @@ def _one_run_scores(target: Target, records: Records, canaries: Records) -> tupl
         for a in asked:
             if a.channel == "gradient":
                 gradients += 1
-                whole, known, half = _scale(target, a.terms)
+                # The factor from an answer to a sum, and the shares of known records and canaries.
+                whole, known, half = 1.0, 1.0, 0.5 / len(target.records.y)
+                if mechanism_of(a.terms.mechanism).summed:
+                    whole, known, half = a.terms.batch_size, a.terms.rate, a.terms.rate / 2
                 shares = _shares(target, canaries, a)
                 rest = a.answer * whole - half * shares.sum(0)
                 rest -= known * target.answer(target.records, "gradient", a.query, a.terms)
@@ -161,13 +163,6 @@ def _one_run_scores(target: Target, records: Records, canaries: Records) -> tupl
             "expected an algorithm with a gradient among its channels"
         )
     return torch.linalg.solve(precision, evidence), events, openings
-
-
-def _scale(target: Target, terms: Terms) -> tuple[float, float, float]:
-    """Return the factor from an answer to a sum, and the shares of known records and canaries."""
-    if not mechanism_of(terms.mechanism).summed:
-        return 1.0, 1.0, 0.5 / len(target.records.y)
-    return terms.batch_size, terms.rate, terms.rate / 2
 
 
 def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -33,9 +34,16 @@ _VISITS = 5  # records of a canary person
 MakeOracle = Callable[[Records, Kernel, Terms, Draws], Oracle]
 
 
-def private_oracle(records: Records, kernel: Kernel, terms: Terms, draws: Draws) -> PrivateOracle:
+def private_oracle(
+    records: Records,
+    kernel: Kernel,
+    terms: Terms,
+    draws: Draws,
+    of: type[PrivateOracle] = PrivateOracle,
+) -> PrivateOracle:
     """Return the oracle that a run would give the algorithm; it charges no ledger."""
-    return PrivateOracle(records, kernel, terms, draws, lambda *_: None)
+    # Passes are as long as a simulated run's.
+    return of(records, kernel, terms, draws, lambda *_: None, placement="compact")
 
 
 @dataclass(frozen=True)
@@ -186,31 +194,25 @@ class Recorder(OracleWrapper):
 
     def __init__(self, inner: Oracle, terms: Terms) -> None:
         super().__init__(inner)
-        self._terms, self.asked = terms, list[Asked]()
-        self.batches_opened = 0
+        self._terms, self.asked, self._opened = terms, list[Asked](), count()
 
     def opening(self, *channels: str) -> Any:
         """Return the batch that opens a round, see Oracle.opening."""
-        return self._recorded(self._inner.opening(*channels), opening=True)
+        batch = self._inner.opening(*channels)
+        return _RecordingBatch(batch, self.asked, next(self._opened), self._terms.opening, True)
 
     def batches(self, count: int, *channels: str) -> Iterator[Any]:
         """Yield `count` batches that answer these channels, see Oracle.batches."""
         for batch in self._inner.batches(count, *channels):
-            yield self._recorded(batch, opening=False)
-
-    def _recorded(self, batch: Any, opening: bool) -> Any:
-        number, terms = self.batches_opened, self._terms.opening if opening else self._terms
-        self.batches_opened += 1
-
-        def keep(channel: str, query: tuple[Any, ...], answer: Tensor) -> None:
-            self.asked.append(Asked(number, channel, query, answer, terms, opening))
-
-        return _RecordingBatch(batch, keep)
+            yield _RecordingBatch(batch, self.asked, next(self._opened), self._terms, False)
 
 
 class _RecordingBatch:
-    def __init__(self, inner: Any, keep: Callable[[str, tuple[Any, ...], Tensor], None]) -> None:
-        self._inner, self._keep, self.noise_variance = inner, keep, inner.noise_variance
+    def __init__(
+        self, inner: Any, asked: list[Asked], number: int, terms: Terms, opening: bool
+    ) -> None:
+        self._inner, self._asked, self.noise_variance = inner, asked, inner.noise_variance
+        self._number, self._terms, self._opening = number, terms, opening
 
     def __getattr__(self, channel: str) -> Callable[..., Any]:
         def ask(*query: Any) -> Any:
@@ -218,7 +220,8 @@ class _RecordingBatch:
             kept = tuple(q.clone() if isinstance(q, Tensor) else q for q in query)
             answer = getattr(self._inner, channel)(*query)
             flat = torch.as_tensor(answer).reshape(-1).clone()
-            self._keep(channel, kept, flat)
+            asked = Asked(self._number, channel, kept, flat, self._terms, self._opening)
+            self._asked.append(asked)
             return answer
 
         return ask
@@ -246,17 +249,17 @@ def simulate_rounds(
         yield recorder.asked
 
 
-def draw_mislabelled(target: Target, count: int) -> Records:
+def draw_mislabelled(target: Target, number: int) -> Records:
     """Return canaries: spare records, each with a wrong label. Deterministic in the plan's seed.
 
     With replacement if there are fewer spare records.
     """
     generator = seeded_generator(target.plan.seed, "audit", "canaries")
     spare = target.spare
-    if count <= len(spare.y):
-        chosen = torch.randperm(len(spare.y), generator=generator)[:count]
+    if number <= len(spare.y):
+        chosen = torch.randperm(len(spare.y), generator=generator)[:number]
     else:
-        chosen = torch.randint(len(spare.y), (count,), generator=generator)
+        chosen = torch.randint(len(spare.y), (number,), generator=generator)
     shift = torch.randint(1, max(2, target.classes), spare.y[chosen].shape, generator=generator)
     return Records(spare.x[chosen], (spare.y[chosen] + shift) % target.classes)
 
@@ -269,25 +272,21 @@ def list_views(target: Target, drawn: Drawn = lambda draws: draws) -> Mapping[st
 
     drawn: replaces a site's draws, for tests.
     """
-    terms, shares = target.terms, target.terms.shares
-    if not terms.shares_noise:
+    if not target.terms.shares_noise:
         return {"": target}
-    # As one share, so that the accounted noise is the noise in the view.
-    return {
-        name: replace(target, terms=terms.as_one_share(of), make=_making(of, drawn))
-        for name, of in (("sum", shares), ("alone", 1))
-    }
 
+    def view(shares: int) -> Target:
+        def make(records: Records, kernel: Kernel, terms: Terms, draws: Draws) -> Oracle:
+            sigmas = {name: sigma / math.sqrt(shares) for name, sigma in terms.sigmas.items()}
+            together = cast(Draws, _Together(drawn(draws), shares))
+            return private_oracle(
+                records, kernel, replace(terms, sigmas=sigmas), together, _Attacked
+            )
 
-def _making(shares: int, drawn: Drawn) -> Callable[[Records, Kernel, Terms, Draws], Oracle]:
-    def make(records: Records, kernel: Kernel, terms: Terms, draws: Draws) -> Oracle:
-        sigmas = {name: sigma / math.sqrt(shares) for name, sigma in terms.sigmas.items()}
-        own = replace(terms, sigmas=sigmas)
-        return _Attacked(
-            records, kernel, own, cast(Draws, _Together(drawn(draws), shares)), lambda *_: None
-        )
+        # As one share, so that the accounted noise is the noise in the view.
+        return replace(target, terms=target.terms.as_one_share(shares), make=make)
 
-    return make
+    return {"sum": view(target.terms.shares), "alone": view(1)}
 
 
 class _Attacked(PrivateOracle):
