@@ -43,7 +43,8 @@ def curves_as_csv(comparison: Comparison) -> str:
     epsilon_allowed: the largest budget of a site; empty without privacy. Other swept keys have
     their own columns.
     accuracy in [0, 1] and loss: of the global model. epsilon: the largest that a site's training
-    has spent so far, an upper bound; empty without privacy. bytes: of all messages so far.
+    has spent so far; empty without privacy. Where releases decide how many follow (Plan.adaptive),
+    it is no bound: the table has the reserved ε. bytes: of all messages so far.
     simulated_seconds: by the plan's [clock], so far; empty without one.
     """
     text = io.StringIO()
