@@ -61,6 +61,13 @@ def test_a_small_batch_is_beaten_and_the_gain_is_shown():
     assert case["chosen"]["snr"] > case["configured"]["snr"]
 
 
+def test_a_plan_that_ends_in_time_is_not_changed_for_the_worse():
+    """With the noise given, the budget ends the run before more rounds stop paying."""
+    (case,) = optimise_budgets(scene("rounds=60", "sites=5", "privacy.sigma=5.0"), None)["cases"]
+    assert case["configured"]["rounds"] < case["useful_rounds"] < 60
+    assert case["gain"] >= 1
+
+
 def test_a_plain_run_has_nothing_to_choose():
     with pytest.raises(PlanError, match="there is none"):
         optimise_budgets(scene("privacy.mode=none"), None)

@@ -55,6 +55,7 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
             useful = _useful(scene, terms, best_one) if of_all is None else of_all
             if useful is not None and useful < rounds:
                 best_one = _best(scene, terms, useful, most)
+            if useful is not None and useful < now.rounds:
                 kept = _calibrated(scene, terms, replace(now, rounds=useful), useful)
             if kept.snr > best_one.snr and kept.passes <= most:
                 best_one = kept
