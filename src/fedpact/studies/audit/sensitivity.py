@@ -8,16 +8,14 @@ larger one refutes the mechanism. If none is found, nothing is proven: other rec
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedpact.common.losses import cross_entropy
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.per_sample.clipping import Fair, slack
-from fedpact.per_sample.kernel import PlainKernel
 from fedpact.privacy.batches import most_records
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
@@ -175,29 +173,17 @@ _SOME_RECORDS, _MOST_RECORDS = 128, 1024
 class Move:
     """How far a record moves a channel's sum, in units of the channel's bound.
 
-    record, batch: descriptions. parameters: if the move is too long, each parameter's part, in the
-    same units. factors: for a single record, the factor of each parameter's gradient; a correct
-    clip has one factor for all.
+    record, batch: descriptions.
     """
 
     size: float
     record: str
     batch: str
-    parameters: dict[str, float] = field(default_factory=dict)
-    factors: dict[str, float] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
-        """The record, the batch and the largest parts, in words."""
-        longest = sorted(self.parameters, key=lambda name: -self.parameters[name])[:6]
-        parts = (
-            f"{name} {self.parameters[name]:.4g}"
-            + (f" (gradient times {self.factors[name]:.3g})" if name in self.factors else "")
-            for name in longest
-        )
-        return f"{self.record}, added to {self.batch}" + (
-            f"; of it {', '.join(parts)}" * bool(longest)
-        )
+        """The record and the batch, in words."""
+        return f"{self.record}, added to {self.batch}"
 
 
 @dataclass(frozen=True)
@@ -308,14 +294,9 @@ def _measured(
             after = _sums(target, request, terms, joined)
             for channel, query in request.queries.items():
                 move = after[channel] - before[channel]
-                bound = bound_of(channel, query, terms)
-                size = _size(move, bound)
+                size = _size(move, bound_of(channel, query, terms))
                 if channel not in largest or size > largest[channel].size:
-                    found = Move(size, one.text, name)
-                    if not size <= known[channel] * (1 + allowed):
-                        lone = None if len(batch.y) or channel != "gradient" else one
-                        found = _explained(target, found, move, bound, query, lone)
-                    largest[channel] = found
+                    largest[channel] = Move(size, one.text, name)
     prefix = "opening " if request.opening else ""
     return [
         ChannelSensitivity(prefix + name, single[name], in_batch[name], known[name], allowed)
@@ -367,25 +348,3 @@ def _batches(
     ):
         rows = torch.arange(size) % len(site.y)
         yield f"a batch of {size}", no_records.join(site.x[rows], site.y[rows], 0), tried
-
-
-def _explained(
-    target: Target,
-    move: Move,
-    vector: Tensor,
-    bound: float,
-    query: tuple[Any, ...],
-    alone: Crafted | None,
-) -> Move:
-    """Return a move with its parameters' parts. alone: the record, for a single record's sum."""
-    model = target.kernel.model
-    if len(vector) != len(model.vector):
-        return move
-    parts = {name: _size(part, bound) for name, part in model.views(vector)}
-    if alone is None:
-        return replace(move, parameters=parts)
-    model.load(query[0])
-    gradient = PlainKernel(model, cross_entropy).weighted_sum(alone.x, alone.y).double()
-    lengths = {name: float(part.norm()) for name, part in model.views(gradient)}
-    factors = {n: parts[n] * bound / length for n, length in lengths.items() if length > 0}
-    return replace(move, parameters=parts, factors=factors)
