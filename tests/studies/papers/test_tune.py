@@ -331,53 +331,10 @@ def test_a_positive_weight_needs_a_positive_q0():
     assert by_lam[expected] < by_lam[0.0]
 
 
-def test_a_runs_released_numbers_take_the_defaults_place(private):
-    found = as_json("fedfdp", str(private))
-    records = [
-        RoundRecord.from_json(line) for line in (private / "rounds.jsonl").read_text().splitlines()
-    ]
-    released = [r.numbers["loss"] for r in records if "loss" in r.numbers]
-    terms = json.loads((private / "privacy.json").read_text())["sites"].values()
-    assert found["numbers"]["Q0"] == -released[0]
-    assert found["loss"] == released[-1]
-    assert found["numbers"]["T"] == 3
-    assert found["numbers"]["d"] == 650
-    assert found["numbers"]["B"] == min(t["rate"] * t["size"] for t in terms)
-    assert found["numbers"]["sigma"] == max(t["sigmas"]["gradient"] for t in terms)
-    assert found["lam"] == 0
-    given = as_json("fedfdp", str(private), "--Q0", "-1")
-    assert given["numbers"]["Q0"] == -1
-    assert "Q0" not in given["from_run"]
-
-
-def test_fairness_around_another_algorithm_releases_its_loss_too(tmp_path):
-    """fedavg with [fairness] is fedfdp, bit for bit: so are the numbers taken from it."""
-    common = {"rounds": 2, "sites": 2, "run": {"workers": 1}}
-    found = []
-    for tables in (
-        {"algorithm": "fedfdp", "settings": {"fairness_weight": 0.3, "learning_rate": 0.5}},
-        {"fairness": {"weight": 0.3}, "settings": {"learning_rate": 0.5}},
-    ):
-        folder = simulate(Plan.parse({**common, **tables}), tmp_path / str(len(found))).folder
-        found.append(as_json("fedfdp", str(folder)))
-    assert found[0] == found[1]
-    assert found[0]["loss"] is not None
-
-
-def test_fedfdp_refuses_what_makes_no_sense(private, tmp_path):
+def test_fedfdp_refuses_what_makes_no_sense():
     assert "least_difference" in refused("fedfdp", "--Q0", "9")
     assert "smoothness" in refused("fedfdp", "--L", "nan")
     assert "dimension" in refused("fedfdp", "--d", "0")
-    run = copied(private, tmp_path / "run")
-    lines = (run / "rounds.jsonl").read_text().splitlines()
-    bare = [json.dumps(json.loads(line) | {"numbers": {}}) + "\n" for line in lines]
-    (run / "rounds.jsonl").write_text("".join(bare))
-    assert "no released loss" in refused("fedfdp", str(run))
-    privacy = json.loads((run / "privacy.json").read_text())
-    for site in privacy["sites"].values():
-        del site["sigmas"]
-    (run / "privacy.json").write_text(json.dumps(privacy))
-    assert "sigmas" in refused("fedfdp", str(run))
 
 
 def test_the_code_in_the_documentation_runs():

@@ -78,7 +78,7 @@ _EXAMPLES = {
     ),
     "settings": ("fedpact settings privacy", "fedpact settings privacy.epsilon"),
     "tradeoffs": ("fedpact tradeoffs --preset paper --out curves.svg",),
-    "tune fedfdp": ("fedpact tune fedfdp runs/first",),
+    "tune fedfdp": ("fedpact tune fedfdp --Q0 -1.5",),
     "tune fedproxvr": ("fedpact tune fedproxvr --gamma 0.01 --L 1 --lam 0.5 --sigma2 0.1",),
     "watch": ("fedpact watch runs/first", "fedpact watch fed/sites/site-00"),
 }

@@ -72,7 +72,6 @@ def fedproxvr(
 
 @app.command()
 def fedfdp(
-    run: RunFolder = None,
     gradient_bound: Annotated[
         float, typer.Option("--G", help="G, bound on a record's gradient.")
     ] = 1.0,
@@ -81,44 +80,30 @@ def fedfdp(
     gap: Annotated[
         float, typer.Option("--Gamma", help="Γ = F* - Σ p_i F_i*, heterogeneity.")
     ] = 0.5,
-    sigma: Annotated[
-        float | None, typer.Option(help="σ, the gradient's noise. [default: the RUN's, or 2]")
-    ] = None,
-    clip: Annotated[
-        float | None, typer.Option("--C", help="C, the clip. [default: the RUN's, or 0.1]")
-    ] = None,
-    dimension: Annotated[
-        int | None, typer.Option("--d", help="d, parameters. [default: the RUN's, or 582026]")
-    ] = None,
-    batch: Annotated[
-        float | None,
-        typer.Option("--B", help="B̂, the smallest expected batch. [default: the RUN's, or 75]"),
-    ] = None,
+    sigma: Annotated[float, typer.Option(help="σ, the gradient's noise.")] = 2.0,
+    clip: Annotated[float, typer.Option("--C", help="C, the clip.")] = 0.1,
+    dimension: Annotated[int, typer.Option("--d", help="d, parameters.")] = 582_026,
+    batch: Annotated[float, typer.Option("--B", help="B̂, the smallest expected batch.")] = 75.0,
     least: Annotated[
-        float | None,
-        typer.Option("--Q0", help="Least ℓ - F. [default: -F of the RUN's first round, or -2.3]"),
-    ] = None,
+        float, typer.Option("--Q0", help="Least ℓ - F; -F, as no loss is below 0.")
+    ] = -2.3,
     most: Annotated[float, typer.Option("--Q1", help="Most ℓ - F.")] = 2.5,
     start: Annotated[
         float, typer.Option("--Delta1", help="Δ1 = E‖w_1 - w*‖², squared distance at the start.")
     ] = 1.0,
-    steps: Annotated[
-        int | None, typer.Option("--T", help="T, rounds. [default: the RUN's, or 600]")
-    ] = None,
+    steps: Annotated[int, typer.Option("--T", help="T, rounds.")] = 600,
     as_json: AsJson = False,
 ) -> None:
     """Explain the choice of FedFDP's λ: why the theorem gives 0, and what to do instead.
 
     The defaults are the paper's experiment where it has one. None of them changes the answer as
-    long as Q0 <= 0, which is always so. With RUN its released numbers take the defaults' place.
+    long as Q0 <= 0, which is always so.
     """
     from fedpact.cli.console import show
-    from fedpact.report.run_summary import read_run
-    from fedpact.studies.papers.fedfdp import answer_question, print_answer
+    from fedpact.studies.papers.fedfdp import Slopes, answer_question, noise_term, print_answer
 
-    given = {"sigma": sigma, "C": clip, "d": dimension, "B": batch, "Q0": least, "T": steps}
-    theorem = {"gradient_bound": gradient_bound, "smoothness": smoothness, "convexity": convexity}
-    theorem |= {"gap": gap, "most_difference": most, "start": start}
-    known = {name: value for name, value in given.items() if value is not None}
-    found = answer_question(theorem, known, read_run(run) if run else None)
+    noise = noise_term(sigma, clip, dimension, batch)
+    bounds = Slopes(gradient_bound, smoothness, convexity, gap, noise, least, most, start)
+    of_noise = {"sigma": sigma, "C": clip, "d": dimension, "B": batch}
+    found = answer_question(bounds, steps, of_noise)
     show(found, as_json, lambda: print_answer(found))

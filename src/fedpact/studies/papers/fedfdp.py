@@ -27,7 +27,6 @@ from rich.console import Console
 from fedpact.common import check
 from fedpact.common.errors import InputError
 from fedpact.common.notebook import TextTable
-from fedpact.report.run_summary import RunSummary
 
 
 @dataclass(frozen=True)
@@ -127,14 +126,6 @@ def best_weight(bounds: Slopes) -> float:
     return max(roots.real.tolist(), default=math.inf)
 
 
-PAPER_VALUES: dict[str, float] = {
-    "sigma": 2.0,
-    "C": 0.1,
-    "d": 582_026,
-    "B": 75.0,
-    "Q0": -2.3,
-    "T": 600,
-}
 SHARES = (0.03, 0.1, 0.3, 1.0)
 WHY_ZERO = (
     "The theorem's λ* is 0. Its bound falls with λ only if a3 < a4 a5, and a5 = 2 Q0 where Q0 "
@@ -155,24 +146,11 @@ ALTERNATIVES = (
 )
 
 
-def answer_question(
-    theorem: Mapping[str, float], given: Mapping[str, float], run: RunSummary | None
-) -> dict[str, Any]:
-    """Return what --json prints. Raises InputError, and DataError for a damaged run.
-
-    theorem: the arguments of Slopes without noise and least_difference. given: sigma, C, d, B, Q0
-    and T; missing ones are the run's or the paper's.
-    """
-    measured = _released(run) if run else {}
-    released = measured.pop("loss", None)
-    known = PAPER_VALUES | measured | dict(given)
-    steps, dimension = int(known["T"]), int(known["d"])
-    noise = noise_term(known["sigma"], known["C"], dimension, known["B"])
-    bounds = Slopes(**theorem, noise=noise, least_difference=known["Q0"])
-    best = best_weight(bounds)
+def answer_question(bounds: Slopes, steps: int, noise: Mapping[str, float]) -> dict[str, Any]:
+    """Return what --json prints. noise: sigma, C, d and B, from which N follows."""
+    best, q0 = best_weight(bounds), bounds.least_difference
     # Q0 = -F if nothing else is known, since losses are >= 0.
-    loss = -known["Q0"] if known["Q0"] < 0 else None
-    sweep = [share / loss for share in SHARES] if loss else []
+    sweep = [share / -q0 for share in SHARES] if q0 < 0 else []
     usable = [lam for lam in sorted({0.0, best, *sweep}) if 1 + bounds.a[4] * lam > 0]
     return {
         "lam": best,
@@ -186,37 +164,14 @@ def answer_question(
             "Gamma": bounds.gap,
             "Q1": bounds.most_difference,
             "Delta1": bounds.start,
-            **known,
+            **noise,
+            "Q0": q0,
             "T": steps,
-            "d": dimension,
         },
-        "from_run": sorted(set(measured) - set(given)),
         "a": bounds.a,
         "slope_at_0": bounds.slope,
         "bound": [{"lam": lam, "P": bound(bounds, lam, steps)} for lam in usable],
-        "loss": released,
     }
-
-
-def _released(run: RunSummary) -> dict[str, float]:
-    """Return a run's public numbers: terms of the worst site, and its first and last F."""
-    # FedFDP's own F, or that of [fairness] around another algorithm.
-    names = ("loss", "fair/loss")
-    losses = [r.numbers[name] for r in run.records for name in names if name in r.numbers]
-    positive = [loss for loss in losses if loss > 0]
-    if not positive:
-        raise InputError(
-            f"{run.path} has no released loss: expected a run of FedFDP, or with [fairness], after "
-            "its first round; name the folder of such a run, or none"
-        )
-    found = {"Q0": -positive[0], "loss": positive[-1], "T": float(run.last.round)}
-    if d := run.summary.get("model_parameters"):
-        found["d"] = d
-    if sites := run.site_privacy.values():
-        found["sigma"] = max(site.sigmas["gradient"] for site in sites)
-        found["C"] = max(site.clip for site in sites)
-        found["B"] = min(site.rate * site.size for site in sites)
-    return found
 
 
 def print_answer(found: Mapping[str, Any]) -> None:
@@ -224,13 +179,9 @@ def print_answer(found: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     numbers = ", ".join(f"{k} = {v:.4g}" for k, v in found["numbers"].items())
     console.print(numbers, markup=False)
-    if found["from_run"]:
-        console.print(f"from the run's released numbers: {', '.join(found['from_run'])}")
     console.print(f"\nλ* = {found['lam']:.4g}    a3 - a4 a5 = {found['slope_at_0']:.4g}")
     console.print(found["why"] + "\n")
     console.print(found["instead"], markup=False)
-    if found["loss"] is not None:
-        console.print(f"The last released F is {found['loss']:.4g}: λ <= {1 / found['loss']:.3g}.")
     title = "the theorem's bound, as far as it has a meaning: 1 + 2 Q0 λ > 0"
     rows = [(f"{row['lam']:.3g}", f"{row['P']:.4g}") for row in found["bound"]]
     TextTable(("P(λ)",), rows, first="λ").print(console, title)
