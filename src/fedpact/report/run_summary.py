@@ -411,9 +411,11 @@ def _read_text(path: Path) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
+    refused = isinstance(error, PermissionError)
+    remedy = "use the account that owns it" if refused else explain_not_a_run(path.parent)
     return DataError(
-        f"{path} cannot be read ({type(error).__name__}): expected a file of a run's folder, and "
-        f"an account that may read it; {explain_not_a_run(path.parent)}"
+        f"{path} cannot be read ({type(error).__name__}): expected a file of a run's folder; "
+        f"{remedy}"
     )
 
 
