@@ -331,6 +331,14 @@ def test_a_positive_weight_needs_a_positive_q0():
     assert by_lam[expected] < by_lam[0.0]
 
 
+def test_a_bound_that_falls_for_ever_has_an_answer():
+    """Without a gradient, and with Q0 > 0, no λ is best."""
+    found = as_json("fedfdp", "--G", "0", "--Q0", "1", "--Q1", "2")
+    assert found["lam"] is None  # infinite
+    assert [row["lam"] for row in found["bound"]] == [0]
+    assert "λ* = inf" in tune("fedfdp", "--G", "0", "--Q0", "1", "--Q1", "2").stdout
+
+
 def test_fedfdp_refuses_what_makes_no_sense():
     assert "least_difference" in refused("fedfdp", "--Q0", "9")
     assert "smoothness" in refused("fedfdp", "--L", "nan")

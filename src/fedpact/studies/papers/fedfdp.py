@@ -151,7 +151,8 @@ def answer_question(bounds: Slopes, steps: int, noise: Mapping[str, float]) -> d
     best, q0 = best_weight(bounds), bounds.least_difference
     # Q0 = -F if nothing else is known, since losses are >= 0.
     sweep = [share / -q0 for share in SHARES] if q0 < 0 else []
-    usable = [lam for lam in sorted({0.0, best, *sweep}) if 1 + bounds.a[4] * lam > 0]
+    tried = sorted({0.0, best, *sweep} - {math.inf})
+    usable = [lam for lam in tried if 1 + bounds.a[4] * lam > 0]
     return {
         "lam": best,
         "why": WHY_POSITIVE if best > 0 else WHY_ZERO,
