@@ -8,7 +8,7 @@ from datetime import datetime
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 
@@ -41,15 +41,6 @@ from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.simulation.predict import Predictor
 from fedpact.simulation.run import extend_plan
 from fedpact.simulation.simulate import OnRound, Simulated, simulate
-
-_DRAWN: Final = {
-    "accuracy": charts.accuracy,
-    "loss": charts.draw_loss,
-    "sites": charts.site_accuracy,
-    "epsilon": charts.draw_epsilon,
-    "bytes": charts.traffic,
-    "labels": charts.draw_labels,
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,10 +92,7 @@ class Result(Simulated):
         Names: accuracy (or loss), psi and other metrics, sites, epsilon, bytes, labels, as far as
         the run has them. A notebook displays a figure; `figure.savefig(path)` saves it.
         """
-        run = self._run
-        drawn = {name: draw(run) for name, draw in _DRAWN.items()}
-        drawn |= {name: charts.metric(run, name) for name in run.last.metrics}
-        return {name: drawing for name, drawing in drawn.items() if drawing is not None}
+        return dict[str, Any](charts.draw_run(self._run))
 
     @property
     def _run(self) -> RunSummary:

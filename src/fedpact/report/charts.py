@@ -345,3 +345,17 @@ def draw_labels(run: RunSummary) -> Chart | None:
     if many:
         caption += " Sites are sorted by their commonest label."
     return chart.named(title, caption, simulator_only=True)
+
+
+def draw_run(run: RunSummary) -> dict[str, Chart]:
+    """Return all charts of a run that have something to show, by name."""
+    found = {
+        "accuracy": accuracy(run),
+        "loss": draw_loss(run),
+        **{name: metric(run, name) for name in run.measured},
+        "sites": site_accuracy(run),
+        "epsilon": draw_epsilon(run),
+        "bytes": traffic(run),
+        "labels": draw_labels(run),
+    }
+    return {name: chart for name, chart in found.items() if chart}

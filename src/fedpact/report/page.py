@@ -115,8 +115,8 @@ def render_run(run: RunSummary) -> str:
 
     marked, settings = set(run.plan.get(DEFAULTS_KEY, ())), _flat(run.plan)
     left = [row for row in settings if row[0] in marked or row[1] == "–"]
-    metrics = (charts.metric(run, name) for name in run.measured)
-    learned = (charts.accuracy(run), charts.draw_loss(run), *metrics, charts.site_accuracy(run))
+    drawn = charts.draw_run(run)
+    others = {name: drawn.pop(name, None) for name in ("labels", "epsilon", "bytes")}
     return page(
         "page",
         run=run,
@@ -124,12 +124,8 @@ def render_run(run: RunSummary) -> str:
         facts=_facts(run),
         cards=build_headline(run),
         meaning=explain_run(run),
-        learned=[drawing for drawing in learned if drawing],
-        drawings={
-            "labels": charts.draw_labels(run),
-            "epsilon": charts.draw_epsilon(run),
-            "bytes": charts.traffic(run),
-        },
+        learned=list(drawn.values()),
+        drawings=others,
         wire=wire(run),
         rates=rates(run),
         most_entropy=math.log(len(run.scores)) if run.scores else 0.0,
