@@ -12,8 +12,8 @@ from fedpact.cli.main import app
 from fedpact.common.errors import PlanError
 from fedpact.common.format import upper
 from fedpact.plan import Plan
-from fedpact.report.model_card import SIMULATED, Facts, about_of, render_model_card
-from fedpact.report.run_summary import read_run
+from fedpact.report.model_card import SIMULATED, about_of, render_model_card
+from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.simulation.statement import describe_masks
 
 from .conftest import Build
@@ -31,24 +31,27 @@ ABOUT = {
 NAMES = [f"Hospital {letter}|*" for letter in "ABCDEFGHIJKL"]
 
 
-def facts(folder: Path, privacy: dict[str, Any] | None = None, **about: Any) -> Facts:
-    """The facts of a folder whose privacy.json and [about] have these entries more."""
+def run_of(folder: Path, privacy: dict[str, Any] | None = None, **about: Any) -> RunSummary:
+    """The run of a folder whose privacy.json and [about] have these entries more."""
     path = folder / "privacy.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | (privacy or {})))
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**plan, "about": about}))
-    run = read_run(folder)
-    return Facts(run, about_of(run.plan, ()))
+    return read_run(folder)
+
+
+def card_of(run: RunSummary) -> str:
+    return render_model_card(run, about_of(run.plan, ()))
 
 
 def test_epsilon_is_the_largest_over_sites_and_held_out(build: Build) -> None:
     folder = build(NAMES, budgets=[*[1.0] * 11, 3.5])
-    of = facts(folder, **ABOUT)
+    of = run_of(folder, **ABOUT)
     # What the sites' terms reserved, in the hand-written files; rounded up, never down.
-    assert of.run.reserved.epsilon == 3.5 - 0.0003
-    assert "ε at most 3.5, and δ = 1e-05" in render_model_card(of)
+    assert of.reserved.epsilon == 3.5 - 0.0003
+    assert "ε at most 3.5, and δ = 1e-05" in card_of(of)
     held = {"evaluation": {"epsilon_reserved": 4.25, "delta": 2e-5, "share": 0.1}}
-    assert "ε at most 4.25, and δ = 2e-05" in render_model_card(facts(folder, held, **ABOUT))
+    assert "ε at most 4.25, and δ = 2e-05" in card_of(run_of(folder, held, **ABOUT))
 
 
 def test_shared_noise_is_shown_with_epsilon_alone(build: Build) -> None:
@@ -58,18 +61,18 @@ def test_shared_noise_is_shown_with_epsilon_alone(build: Build) -> None:
     for site in privacy["sites"].values():
         site |= {"honest": 7, "epsilon_alone": 6.5}
     path.write_text(json.dumps(privacy | {"honest": 7}))
-    of = facts(folder, **ABOUT)
-    epsilon = upper(of.run.reserved.epsilon)
+    of = run_of(folder, **ABOUT)
+    epsilon = upper(of.reserved.epsilon)
     told = f"{epsilon} if at least 7 sites of each sum are honest, 6.5 if no other is"
-    assert told in render_model_card(of)
+    assert told in card_of(of)
 
 
 @pytest.mark.parametrize("budgets", [[1.0] * 12, [0.1 * (k + 1) for k in range(12)]])
 def test_no_site_is_named(build: Build, budgets: list[float]) -> None:
     worst = {"refused": {NAMES[0]: "budget"}}
-    of = facts(build(NAMES, budgets=budgets, **worst), **ABOUT)
-    of.run.plan["privacy"] = {"per_site": {NAMES[3]: {"epsilon": 0.4}}, "clip": 1.0}
-    card = render_model_card(of)
+    of = run_of(build(NAMES, budgets=budgets, **worst), **ABOUT)
+    of.plan["privacy"] = {"per_site": {NAMES[3]: {"epsilon": 0.4}}, "clip": 1.0}
+    card = card_of(of)
     for name in NAMES:
         assert name.split("|")[0] not in card
 
@@ -79,31 +82,31 @@ def test_the_card_does_not_give_the_number_of_sites(build: Build) -> None:
     changes = {"sites": 12, "secure_aggregation": table, "robust": {"rule": "trimmed", "liars": 2}}
     for privacy in ({}, {"trust": "sum", "honest": 7}):
         plan = Plan.model_validate({"privacy": privacy, "secure_aggregation": table, "sites": 12})
-        of = facts(build(NAMES), {"covers": ["A line.", describe_masks(plan, 12)]}, **ABOUT)
-        of.run.plan.update(changes, privacy={**privacy, "epsilon": [2.0] * 12})
-        del of.run.plan["settings"]
-        card = render_model_card(of)
+        of = run_of(build(NAMES), {"covers": ["A line.", describe_masks(plan, 12)]}, **ABOUT)
+        of.plan.update(changes, privacy={**privacy, "epsilon": [2.0] * 12})
+        del of.plan["settings"]
+        card = card_of(of)
         assert not re.search(r"\b12\b|\b9 sites|threshold|honest: |liars|2\.0, 2\.0", card)
         for part in ("Secure aggregation: a server", "10 to 19 sites", "- A line."):
             assert part in card
         # Bytes over those of one site would count them.
         assert not re.search(r"\d [kM]?B\b", card)
-    assert "4 sites" not in render_model_card(facts(build(NAMES[:4])))
+    assert "4 sites" not in card_of(run_of(build(NAMES[:4])))
 
 
 def test_the_card_does_not_say_who_gave_no_evaluation(build: Build) -> None:
     held = {"share": 0.2, "epsilon_reserved": 1.0, "delta": 1e-5}
     folder = build(NAMES, unevaluated={NAMES[0]: "budget"}, accuracy=None)
-    of = facts(folder, {"evaluation": held, "accuracy_pooled": True}, **ABOUT)
-    card = render_model_card(of)
+    of = run_of(folder, {"evaluation": held, "accuracy_pooled": True}, **ABOUT)
+    card = card_of(of)
     assert "no site has released an evaluation yet" in card
     assert "Hospital" not in card
     assert "budget)" not in card
 
 
 def test_the_card_has_their_headings_and_its_top_is_yaml(build: Build) -> None:
-    of = facts(build(NAMES), {"randomness": "secure, at each site"}, **ABOUT, licence="mit")
-    _, top, card = render_model_card(of).split("---\n", 2)
+    of = run_of(build(NAMES), {"randomness": "secure, at each site"}, **ABOUT, licence="mit")
+    _, top, card = card_of(of).split("---\n", 2)
     assert yaml.safe_load(top) == {
         "library_name": "fedpact",
         "model_name": ABOUT["name"],
@@ -119,22 +122,22 @@ def test_the_card_has_their_headings_and_its_top_is_yaml(build: Build) -> None:
         *("Technical Specifications", "Model Card Authors", "Model Card Contact"),
     ):
         assert f"## {heading}" in headings
-    assert of.guarantee in card
+    assert "(ε, δ)-differential privacy per record of a site, at every site, with ε at most" in card
     assert "digits, version 2026-01, at 10 to 19 sites" in card
     assert "| accuracy, public test set | 70.0 % |" in card
     assert "Hospital" not in card
 
 
 def test_held_out_figures_are_on_no_card_and_released_ones_are(build: Build) -> None:
-    of = facts(build(["a", "b"]), {"accuracy_pooled": True})
-    assert "70.0 %" not in render_model_card(of)
+    of = run_of(build(["a", "b"]), {"accuracy_pooled": True})
+    assert "70.0 %" not in card_of(of)
     figure = {"name": "accuracy", "about": "all", "value": 0.625, "low": 0.5, "high": 0.75}
-    of.run.summary["evaluation"] = {
+    of.summary["evaluation"] = {
         "level": 0.95,
         "figures": [{**figure, "exact": 0.6789}, figure | {"about": "class a|b"}],
         "sites": {"a": [figure | {"value": 0.125}]},
     }
-    card = render_model_card(of)
+    card = card_of(of)
     assert "| accuracy, released: all | 62.5 % | 50.0 % to 75.0 % |" in card
     # A sign in a name does not end its cell.
     row = next(line for line in card.splitlines() if "class a" in line)
@@ -144,15 +147,15 @@ def test_held_out_figures_are_on_no_card_and_released_ones_are(build: Build) -> 
 
 
 def test_a_simulation_and_a_plain_run_say_so_first(build: Build) -> None:
-    assert SIMULATED in render_model_card(facts(build(NAMES), **ABOUT)).split("## ")[0]
-    card = render_model_card(facts(build(NAMES, private=False), **ABOUT))
+    assert SIMULATED in card_of(run_of(build(NAMES), **ABOUT)).split("## ")[0]
+    card = card_of(run_of(build(NAMES, private=False), **ABOUT))
     assert "**NOT PRIVATE" in card
     assert "not-private" in card
     assert "differential-privacy" not in card
 
 
 def test_the_command_writes_the_card(build: Build, tmp_path: Path) -> None:
-    folder, out = facts(build(NAMES), **ABOUT).run.path, tmp_path / "card.md"
+    folder, out = run_of(build(NAMES), **ABOUT).path, tmp_path / "card.md"
     # As people write a day, which TOML reads as one.
     given = ["--set", "about.purpose=another", "--set", "about.published=2027-01-02"]
     done = CliRunner().invoke(app, ["export", str(folder), *given])
@@ -180,15 +183,15 @@ def test_only_statements_about_a_run_can_be_added_later(change: str, message: st
 
 
 def test_card_lists_non_default_settings_and_no_places(build: Build) -> None:
-    of = facts(build(NAMES))
+    of = run_of(build(NAMES))
     changes: dict[str, Any] = {
         "sampling_rate": 0.25,
         "policy": "/home/someone/policy.toml",
         "data": "/home/someone/hearts.csv",
         "partition": {"kind": "iid", "held_out": 0.125},
     }
-    of.run.plan.update(changes)
-    card = render_model_card(of)
+    of.plan.update(changes)
+    card = card_of(of)
     assert "- sampling_rate: 0.25" in card
     assert "- partition.held_out: 0.125" in card
     assert "- settings.learning_rate: 0.125" in card

@@ -27,7 +27,7 @@ from fedpact.common.records import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.report.comparable import differences
-from fedpact.report.model_card import Facts, render_model_card
+from fedpact.report.model_card import render_model_card
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import read_run
 from fedpact.simulation.setup import SimulationSetup
@@ -120,7 +120,7 @@ def test_it_is_written_down_and_shown(private):
         assert f'data-of="rounds">{own} of {own}</td>' in page
     # A model card tells no number of sites.
     run = read_run(result.folder)
-    card = render_model_card(Facts(run, plan.about))
+    card = render_model_card(run, plan.about)
     assert "no amplification by sampling of sites" in card
     assert "sites_per_round" not in card
 

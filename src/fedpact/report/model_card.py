@@ -9,7 +9,6 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final
 
@@ -55,64 +54,11 @@ def about_of(plan: Mapping[str, Any], changes: Sequence[str]) -> About:
         raise plan_error(error, ("about",), About) from None
 
 
-@dataclass(frozen=True)
-class Facts:
-    """A run and its description."""
-
-    run: RunSummary
-    about: About
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        return self.about.name or f"{self.run.plan['algorithm']} on {self.data}"
-
-    @property
-    def data(self) -> str:
-        """The data set's name; for a path, the file's name."""
-        return str(self.run.plan["data"]).rpartition("/")[2]
-
-    @property
-    def many(self) -> str:
-        """The range of the number of sites, in words."""
-        return describe_count(len(self.run.sites))
-
-    @property
-    def covers(self) -> list[str]:
-        """What the guarantee covers, without numbers of sites."""
-        lines = list(map(str, self.run.privacy["covers"]))
-        kept = [line for line in lines if not re.search(r"threshold [\d,]+ of [\d,]+ sites", line)]
-        return kept if len(kept) == len(lines) else [*kept, _SECURE]
-
-    @property
-    def training(self) -> str:
-        """How the model was trained, in a sentence."""
-        plan, last = self.run.plan, counted(self.run.last.round, "round")
-        protected = ". Records stayed at their sites, and each site enforced its own budget."
-        return (
-            f"A {plan['model']} model, trained by federated learning ({plan['algorithm']}) with "
-            f"{self.many}, {last}" + (protected if self.run.private else ", without privacy.")
-        )
-
-    @property
-    def guarantee(self) -> str:
-        """(ε, δ) in words, with unit, adjacency and accountant, rounded up."""
-        privacy, bound = self.run.privacy, self.run.reserved
-        if not self.run.private:
-            return PLAIN
-        return (
-            f"(ε, δ)-differential privacy per {privacy['unit']} of a site, at every site, with ε "
-            f"at most {bound}, and δ = {upper(bound.delta)}; adjacency: {privacy['adjacency']}; "
-            f"accountant: {privacy['accountant']}. For a person with records at two sites, both "
-            "ε add up."
-        )
-
-    @property
-    def warnings(self) -> list[str]:
-        """What the reader must know first."""
-        if not self.run.private:
-            return [PLAIN]
-        return [SIMULATED] if self.run.seeded else []
+def find_warnings(run: RunSummary) -> list[str]:
+    """Return what a reader of the card must know first."""
+    if not run.private:
+        return [PLAIN]
+    return [SIMULATED] if run.seeded else []
 
 
 def describe_count(sites: int) -> str:
@@ -141,48 +87,88 @@ _NEVER: Final = (
 _SOFTWARE: Final = ("fedpact", "torch", "numpy", "python")
 
 
-def render_model_card(facts: Facts) -> str:
+def render_model_card(run: RunSummary, about: About) -> str:
     """Return the card."""
-    run = facts.run
     template = files("fedpact.report").joinpath("model_card.md.j2").read_text("utf-8")
     environment = Environment(
         autoescape=False, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
-    count = run.summary.get("model_parameters")
+    # For a path, the file's name.
+    data = str(run.plan["data"]).rpartition("/")[2]
+    name = about.name or f"{run.plan['algorithm']} on {data}"
+    many, count = describe_count(len(run.sites)), run.summary.get("model_parameters")
+    warnings = find_warnings(run)
     return environment.from_string(template).render(
-        f=facts,
+        run=run,
+        about=about,
+        data=data,
+        name=name,
+        many=many,
+        warnings=warnings,
+        training=_training(run, many),
+        guarantee=_guarantee(run),
+        covers=_covers(run),
         needed=NEEDED,
-        metadata=_metadata(facts),
+        metadata=_metadata(run, name, about.licence),
         parameters=counted(count, "parameter") if count else "size not recorded",
-        uncovered=run.privacy["does_not_cover"] if run.private else facts.warnings,
-        settings=_settings(facts),
+        uncovered=run.privacy["does_not_cover"] if run.private else warnings,
+        settings=_settings(run),
         seconds=duration(run.seconds),
-        tested=_tested(facts),
-        results=_results(facts),
+        tested=_tested(run),
+        results=_results(run),
         unevaluated=evaluations.why_none(run, named=False),
         software=[(k, run.environment[k]) for k in _SOFTWARE if k in run.environment],
     )
 
 
-def _metadata(facts: Facts) -> str:
+def _training(run: RunSummary, many: str) -> str:
+    protected = ". Records stayed at their sites, and each site enforced its own budget."
+    return (
+        f"A {run.plan['model']} model, trained by federated learning ({run.plan['algorithm']}) "
+        f"with {many}, {counted(run.last.round, 'round')}"
+        + (protected if run.private else ", without privacy.")
+    )
+
+
+def _guarantee(run: RunSummary) -> str:
+    """Return (ε, δ) in words, with unit, adjacency and accountant, rounded up."""
+    if not run.private:
+        return PLAIN
+    privacy, bound = run.privacy, run.reserved
+    return (
+        f"(ε, δ)-differential privacy per {privacy['unit']} of a site, at every site, with ε "
+        f"at most {bound}, and δ = {upper(bound.delta)}; adjacency: {privacy['adjacency']}; "
+        f"accountant: {privacy['accountant']}. For a person with records at two sites, both "
+        "ε add up."
+    )
+
+
+def _covers(run: RunSummary) -> list[str]:
+    """Return what the guarantee covers, without numbers of sites."""
+    lines = list(map(str, run.privacy["covers"]))
+    kept = [line for line in lines if not re.search(r"threshold [\d,]+ of [\d,]+ sites", line)]
+    return kept if len(kept) == len(lines) else [*kept, _SECURE]
+
+
+def _metadata(run: RunSummary, name: str, licence: str | None) -> str:
     """Return the card's YAML metadata; its values are JSON."""
-    kind = "differential-privacy" if facts.run.private else "not-private"
+    kind = "differential-privacy" if run.private else "not-private"
     found = {
         "library_name": "fedpact",
-        "model_name": facts.name,
-        **({"license": facts.about.licence} if facts.about.licence else {}),
-        "tags": ["federated-learning", kind, *(["simulation"] if facts.run.seeded else [])],
-        "metrics": ["accuracy"] if facts.run.counted else [],
+        "model_name": name,
+        **({"license": licence} if licence else {}),
+        "tags": ["federated-learning", kind, *(["simulation"] if run.seeded else [])],
+        "metrics": ["accuracy"] if run.counted else [],
     }
     return "".join(f"{key}: {json.dumps(found[key], ensure_ascii=False)}\n" for key in found)
 
 
-def _settings(facts: Facts) -> list[tuple[str, str]]:
+def _settings(run: RunSummary) -> list[tuple[str, str]]:
     """Return the settings of the training: the most important ones, and those not at defaults."""
     usual = flatten(Plan().model_dump(mode="json"))
     return [
         (key, str(value))
-        for key, value in flatten(facts.run.plan).items()
+        for key, value in flatten(run.plan).items()
         if not (key in BUDGETS and isinstance(value, list))
         and (
             (key in _ALWAYS and value is not None)
@@ -194,8 +180,8 @@ def _settings(facts: Facts) -> list[tuple[str, str]]:
     ]
 
 
-def _tested(facts: Facts) -> str:
-    run, found = facts.run, list[str]()
+def _tested(run: RunSummary) -> str:
+    found = list[str]()
     if run.evaluated and not run.pooled:
         found.append(f"A public test set; {'accuracy and ' * run.counted}mean loss.")
     if run.released:
@@ -207,8 +193,8 @@ def _tested(facts: Facts) -> str:
     return " ".join(found) or NEEDED
 
 
-def _results(facts: Facts) -> list[tuple[str, ...]]:
-    run, rows = facts.run, list[tuple[str, str, str]]()
+def _results(run: RunSummary) -> list[tuple[str, ...]]:
+    rows = list[tuple[str, str, str]]()
     if run.evaluated and not run.pooled:
         last = run.evaluated[-1]
         if run.counted:

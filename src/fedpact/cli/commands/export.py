@@ -22,17 +22,16 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a model card of a run in Markdown, without site names."""
-    from fedpact.report.model_card import Facts, about_of, render_model_card
+    from fedpact.report.model_card import about_of, find_warnings, render_model_card
     from fedpact.report.run_summary import read_run
 
     if out is not None:
         check_file("--out", out)
     found = read_run(run)
-    facts = Facts(found, about_of(found.plan, overrides))
-    text = render_model_card(facts)
+    text = render_model_card(found, about_of(found.plan, overrides))
     if out is not None:
         write_whole(out, text.encode(), private=False)
-    for warning in facts.warnings:
+    for warning in find_warnings(found):
         plain_console(stderr=True, quiet=as_json).print(warning)
     wrote = {} if out is None else {"file": str(out)}
 
