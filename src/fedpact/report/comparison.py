@@ -23,6 +23,7 @@ from fedpact.report.comparison_charts import (
     series,
     sweeps,
 )
+from fedpact.report.drawing import draw_keys
 from fedpact.report.evaluations import (
     JOINING_NOTE,
     average_figures,
@@ -459,7 +460,6 @@ def render_comparison(comparison: Comparison) -> str:
     bases = list(dict.fromkeys(entry.base for entry in entries))
     over = f" over {', '.join(comparison.swept)}" if comparison.swept else ""
     curves, quality = on_the_way(comparison), _quality(comparison)
-    drawings = [drawing for row in curves for drawing in row]
     return page(
         "comparison",
         title="Comparison: " + ", ".join(bases[:4]) + (" …" if len(bases) > 4 else "") + over,
@@ -482,7 +482,7 @@ def render_comparison(comparison: Comparison) -> str:
         pooled=comparison.pooled,
         curves=curves,
         # One legend for all of them; a key may be missing from some.
-        keys=list({key.label: key for drawing in drawings for key in drawing.keys}.values()),
+        keys=draw_keys(drawing for row in curves for drawing in row),
         meaning=explain_comparison(comparison),
         sweeps={k: (tabulate_sweep(comparison, k), d) for k, d in sweeps(comparison).items()},
         paired=paired_table(comparison),

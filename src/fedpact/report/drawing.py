@@ -3,7 +3,7 @@
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -88,16 +88,11 @@ class Chart(Figure):
     @property
     def keys(self) -> list[LegendKey]:
         """The entries of the legend; may be empty."""
-        found, form = list[LegendKey](), {"frameon": False, "borderpad": 0, "handletextpad": 0}
-        for drawn, label in self._named:
-            picture = Figure(figsize=(0.31, 0.14))
-            picture.legend([drawn], [""], loc="center", **form)
-            svg = _draw_svg(picture, f"{self.title}, {label}", 'aria-hidden="true"')
-            found.append(LegendKey(label, svg))
-        return found
+        return draw_keys([self])
 
     @property
-    def _named(self) -> list[tuple[Any, str]]:
+    def named_artists(self) -> list[tuple[Any, str]]:
+        """What is drawn with a label, and the labels."""
         both = (axes.get_legend_handles_labels() for axes in self.axes)
         return [pair for handles, labels in both for pair in zip(handles, labels, strict=True)]
 
@@ -108,7 +103,7 @@ class Chart(Figure):
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         """Save as matplotlib does, with the legend, which pages show separately."""
-        handles, labels = zip(*self._named, strict=True) if self._named else ((), ())
+        handles, labels = zip(*self.named_artists, strict=True) if self.named_artists else ((), ())
         with matplotlib.rc_context(_STYLE):
             legend = self.legend(handles, labels, loc="outside upper center", ncols=2)
             try:
@@ -134,6 +129,18 @@ def sheet(height: float = 2.5) -> Iterator[Chart]:
     """
     with matplotlib.rc_context(_STYLE):
         yield Chart(figsize=(WIDTH, height), layout="constrained")
+
+
+def draw_keys(charts: Iterable[Chart]) -> list[LegendKey]:
+    """Return the entries of one legend of these charts, each once."""
+    named = {label: (drawn, chart) for chart in charts for drawn, label in chart.named_artists}
+    found, form = list[LegendKey](), {"frameon": False, "borderpad": 0, "handletextpad": 0}
+    for label, (drawn, chart) in named.items():
+        picture = Figure(figsize=(0.31, 0.14))
+        picture.legend([drawn], [""], loc="center", **form)
+        svg = _draw_svg(picture, f"{chart.title}, {label}", 'aria-hidden="true"')
+        found.append(LegendKey(label, svg))
+    return found
 
 
 def _draw_svg(figure: Figure, salt: str, attributes: str) -> str:
