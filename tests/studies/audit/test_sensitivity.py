@@ -9,10 +9,13 @@ import torch
 from torch.func import functional_call, grad, vmap
 
 from fedpact.common.losses import cross_entropy
+from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.data.load import from_arrays, load_dataset
+from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import PrivateOracle
 from fedpact.simulation.setup import SimulationSetup
+from fedpact.simulation.simulate import simulate
 from fedpact.studies.audit import sensitivity
 from fedpact.studies.audit.sensitivity import crafted_records, measure_sensitivity, requests
 from fedpact.studies.audit.target import Target, private_oracle
@@ -322,3 +325,23 @@ def test_requests_are_the_algorithms_at_the_worst_references():
     }
     vector = asked[0].scaled(10.0).queries["gradient"][0]
     assert torch.equal(vector, 10 * asked[0].queries["gradient"][0])
+
+
+def test_the_measured_passes_are_as_long_as_a_runs(monkeypatch, tmp_path):
+    """Of a run's expected batch: the kernel's default length is another one."""
+    seen, clipped_sum = [], PerSampleKernel.clipped_sum
+
+    def watch(self, x, y, clip, weights=None, most=None, shares=None, layout=None):
+        seen.append(layout)
+        return clipped_sum(self, x, y, clip, weights, most, shares, layout)
+
+    monkeypatch.setattr(PerSampleKernel, "clipped_sum", watch)
+    plan = Plan.parse({"rounds": 1, "sites": 2})
+    simulate(plan, tmp_path / "run")
+    of_run, seen[:] = {*seen}, []
+    one = Target.of(SimulationSetup.of(plan))
+    batch = next(one.oracle(one.records, SeededDraws(0)).batches(1, "gradient"))
+    batch.gradient(one.w)
+    (of_audit,) = seen
+    assert of_audit is not None
+    assert of_audit in of_run
