@@ -86,11 +86,6 @@ def _numbers(of: RunMeasure) -> Cell:
     return _in_words(of, lambda value: number(value, digits=3 if value < 1000 else 4))
 
 
-def _first(*cells: Cell) -> Cell:
-    """The first of these cells that is not a dash."""
-    return lambda entry: next((c for cell in cells if (c := cell(entry)) != "–"), "–")
-
-
 def _range(of: Callable[[RunSummary], tuple[float, float] | None]) -> Cell:
     """The range over rounds, sites and runs."""
 
@@ -113,14 +108,11 @@ def _spent(entry: Entry) -> str:
 
 def _quality(comparison: Comparison) -> dict[str, Cell]:
     """Return the columns on models and their privacy, the most important first."""
-    judged, by_accuracy = comparison.judged, comparison.judged == "accuracy"
-    found: dict[str, Cell] = {
-        judged: _percents(attrgetter("accuracy")) if by_accuracy else _numbers(attrgetter("loss")),
-        "worst site": _first(_percents(attrgetter("worst")), _numbers(attrgetter("worst_loss"))),
-        "ε": _spent,
-    }
+    judged, form, key, worst = comparison.judged, _percents, "accuracy", "worst"
+    if judged != "accuracy":
+        form, key, worst = _numbers, "loss", "worst_loss"
+    found = {judged: form(attrgetter(key)), "worst site": form(attrgetter(worst)), "ε": _spent}
     if comparison.averaged:
-        key, form = ("accuracy", _percents) if by_accuracy else ("loss", _numbers)
         found[f"{judged}, averaged model"] = form(methodcaller("averaged", key))
     for name in comparison.measured:
         form = _percents if find_display(name).form == "percent" else _numbers
@@ -232,13 +224,11 @@ def effort(comparison: Comparison) -> TextTable:
 
 def _fair(comparison: Comparison) -> TextTable:
     """Return how evenly each entry's accuracy is spread over sites."""
-
-    def deviation(run: RunSummary) -> float | None:
-        return run.fairness and math.sqrt(run.fairness["variance"])
-
     columns = {
         "mean loss": _numbers(attrgetter("loss")),
-        "deviation over sites": _percents(deviation),
+        "deviation over sites": _percents(
+            lambda run: run.fairness and run.fairness["variance"] ** 0.5
+        ),
         "worst 10 %": _percents(_MEASURES["worst_tenth"]),
         "entropy": _in_words(_MEASURES["accuracy_entropy"], lambda value: f"{value:.4f}"),
     }
