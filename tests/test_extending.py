@@ -106,7 +106,7 @@ from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.oracle import PrivateOracle, Records, Terms
 from fedpact.report.drawing import Chart
 from fedpact.report.comparison import document, render_comparison, comparison_table
-from fedpact.report.compared_runs import Comparison, read_entries
+from fedpact.report.compared_runs import Comparison, read_compared
 from fedpact.privacy.accounting.accountant import Budget
 from typer.testing import CliRunner
 
@@ -137,7 +137,7 @@ settings = ("rounds=1", "sites=3", "algorithm=serverstep", "settings={}", "parti
 options = [word for text in settings for word in ("--set", text)]
 printed = call("run", *options, "--out", str(run))
 plan = json.loads((run / "plan.json").read_text())
-found = Comparison(Path("cmp"), read_entries(Path("cmp"), {"one": plan}, [0]))
+found = Comparison(Path("cmp"), read_compared(Path("cmp"), {"one": plan}, [0]))
 kernel = PerSampleKernel(FlatModel(Sinc()), cross_entropy)
 terms = Terms("a", 1.0, 1.0, 0.5, {"gradient": 0.0}, 1, Budget(1.0, 1e-5), "best", "normalised")
 held = Records(torch.full((1, 3), 1e-3), torch.zeros(1, dtype=torch.int64))

@@ -15,7 +15,7 @@ from scipy import stats
 from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.plan import Plan
 from fedpact.report.comparable import differences
-from fedpact.report.compared_runs import Comparison, SweepPoint, read_entries, run_folder
+from fedpact.report.compared_runs import Comparison, SweepPoint, read_compared, run_folder
 from fedpact.report.comparison import (
     comparison_table,
     document,
@@ -120,7 +120,7 @@ def read(folder: Path, names: list[str], seeds: Any, failed: Any = None) -> Comp
     """Read with the plan of each entry's first run, where it has one."""
     found = {name: sorted(folder.glob(f"{name}/*/plan.json")) for name in names}
     plans = {n: json.loads(paths[0].read_text()) if paths else PLAN for n, paths in found.items()}
-    return Comparison(folder, read_entries(folder, plans, seeds, failed or {}))
+    return Comparison(folder, read_compared(folder, plans, seeds, failed or {}))
 
 
 def swept(found: Comparison, points: dict[str, SweepPoint]) -> Comparison:
@@ -458,7 +458,7 @@ def test_settings_left_at_different_defaults_are_not_choices(tmp_path: Path) -> 
     (found,) = [d for d in differences(plans) if d.unequal]
     assert found.key == "settings.local_steps"
     assert dict(found.values) == {"one": "1 by default", "two": "5 by default"}
-    told = inequality(Comparison(tmp_path, read_entries(tmp_path, plans, [0])))
+    told = inequality(Comparison(tmp_path, read_compared(tmp_path, plans, [0])))
     assert told is not None
     line = "{}: settings.local_steps = {} by default"
     assert told.splitlines()[1:3] == [line.format("one", 1), line.format("two", 5)]
@@ -485,7 +485,7 @@ def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None
         points[name] = SweepPoint(base, {"privacy.epsilon": epsilon})
         for seed, accuracy in enumerate(accuracies):
             put(tmp_path, name, seed, {0: 0.0, 4: accuracy}, privacy=plans[name]["privacy"])
-    found = Comparison(tmp_path, read_entries(tmp_path, plans, [0, 1], points=points))
+    found = Comparison(tmp_path, read_compared(tmp_path, plans, [0, 1], points=points))
     assert found.inequalities == []
     first, second = series(found, "privacy.epsilon", "accuracy")
     assert (first.label, list(first.points)) == ("a", ["4.0", "0.5"])

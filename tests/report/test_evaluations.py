@@ -10,7 +10,7 @@ from tests.evaluation.people import people
 
 from fedpact.common.format import percent
 from fedpact.plan import Plan
-from fedpact.report.compared_runs import Comparison, read_entries, run_folder
+from fedpact.report.compared_runs import Comparison, read_compared, run_folder
 from fedpact.report.comparison import document, lines_by_entry, render_comparison
 from fedpact.report.evaluations import summarise_evaluations
 from fedpact.report.page import write_report
@@ -43,7 +43,7 @@ def cells(**texts: str) -> str:
 
 def test_a_comparison_shows_the_means_of_released_values(runs: Path) -> None:
     plan = json.loads((run_folder(runs, "fedavg", 0) / "plan.json").read_text())
-    comparison = Comparison(runs, read_entries(runs, {"fedavg": plan}, SEEDS))
+    comparison = Comparison(runs, read_compared(runs, {"fedavg": plan}, SEEDS))
     one, other = (figures(runs, seed) for seed in SEEDS)
     gap = "equalised-odds gap", "groups"
     mean = {key: (one[gap][key] + other[gap][key]) / 2 for key in ("value", "low", "high", "exact")}
@@ -108,7 +108,7 @@ def test_simulation_shows_exact_rates_where_none_are_released(tmp_path: Path, no
     assert "true positive rate of class high" in section
     assert "As sites released it" not in page
     assert "Round by round" in section
-    comparison = Comparison(tmp_path, read_entries(tmp_path, {"plain": plan.document()}, [0]))
+    comparison = Comparison(tmp_path, read_compared(tmp_path, {"plain": plan.document()}, [0]))
     entry = document(comparison)["entries"]["plain"]
     assert entry["evaluation"] is None
     assert entry["held_out"] == result.summary["held_out"]["figures"]

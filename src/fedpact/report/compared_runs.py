@@ -281,7 +281,7 @@ def _group(entries: Iterable[Entry], by: Callable[[Entry], str]) -> dict[str, li
     return found
 
 
-def read_entries(
+def read_compared(
     folder: Path,
     plans: Mapping[str, JsonMapping],
     seeds: Sequence[int],

@@ -25,7 +25,7 @@ from fedpact.common.user_code import is_handed
 from fedpact.data.dataset import Dataset
 from fedpact.plan import Plan
 from fedpact.report.comparable import DATA, differences
-from fedpact.report.compared_runs import RESUMABLE, Comparison, read_entries, run_folder
+from fedpact.report.compared_runs import RESUMABLE, Comparison, read_compared, run_folder
 from fedpact.report.comparison import (
     comparison_table,
     document,
@@ -299,7 +299,7 @@ def compare(
     for (name, seed), why in failed.items() if silent else ():
         _logger.warning("%s with seed %d failed: %s", name, seed, why)
     documents = {name: plan.document() for name, plan in entries.items()}
-    found = Compared(folder, read_entries(folder, documents, chosen, failed, at))
+    found = Compared(folder, read_compared(folder, documents, chosen, failed, at))
     return store(replace(found, counted=trying(private_runs(found))) if counted else found)
 
 

@@ -132,11 +132,11 @@ def _lacks_part(found: Comparison, searched: bool, joining: bool, console: Conso
 
 
 def _count_missing(folder: Path, entries: Mapping[str, Plan], seeds: int) -> int:
-    from fedpact.report.compared_runs import read_entries
+    from fedpact.report.compared_runs import read_compared
     from fedpact.studies.compare import seeds_of
 
     plans = {name: plan.document() for name, plan in entries.items()}
-    return sum(len(e.missing) for e in read_entries(folder, plans, seeds_of(entries, seeds)))
+    return sum(len(e.missing) for e in read_compared(folder, plans, seeds_of(entries, seeds)))
 
 
 def _check_files(configs: list[Path]) -> None:

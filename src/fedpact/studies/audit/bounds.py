@@ -6,6 +6,7 @@ reports the largest of k bounds uses confidence 1 - (1 - c)/k for each.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 from scipy import optimize, stats
@@ -124,7 +125,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     high = 1.0
     while excess(high) < 0:
         high *= 2
-    return optimize.brentq(excess, 0.0, high, xtol=1e-6 * high)
+    return cast(float, optimize.brentq(excess, 0.0, high, xtol=1e-6 * high))
 
 
 def expect_right(mu: float, share: float) -> float:
@@ -138,7 +139,7 @@ def expect_right(mu: float, share: float) -> float:
 
     # Canaries with |score| > t are guessed, by the sign.
     t = optimize.brentq(lambda t: sum(exceed(t)) - share, 0.0, mu / 2 + 10)
-    right, wrong = exceed(t)
+    right, wrong = exceed(cast(float, t))
     return right / (right + wrong)
 
 
