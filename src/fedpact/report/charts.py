@@ -298,7 +298,7 @@ def draw_labels(run: RunSummary) -> Chart | None:
     """The partition: sizes above, the share of each label below."""
     if not run.partition:
         return None
-    title, sites = "Who holds what", [*run.partition["train"]]
+    title, sites = "Who holds what", run.partition["sites"]
     labels = [str(label) for label in run.partition["classes"]]
     counts = np.array(run.partition["label_counts"], dtype=float)
     many = len(sites) > MANY

@@ -225,11 +225,11 @@ class Comparison:
         spread = any("partition" in d.key for d in unequal) or any(
             key.split(".")[0] in _PLACES for key in self.swept
         )
-        parts = dict[int, list[Any]]()
+        digests = dict[int, set[str]]()
         for run in self.runs:
-            if of := run.partition:
-                parts.setdefault(run.seed, []).append((of.get("train"), of.get("held_out")))
-        if not spread and any(part != of[0] for of in parts.values() for part in of):
+            if run.partition:
+                digests.setdefault(run.seed, set()).add(run.partition["digest"])
+        if not spread and any(len(of) > 1 for of in digests.values()):
             lines.append("the records of the sites, under the same partition settings and seed")
         return lines
 

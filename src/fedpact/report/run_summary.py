@@ -5,6 +5,7 @@ partition.json and environment.json are written by simulations, audit.json by `f
 joining.json by `fedpact personalise`.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -65,7 +66,10 @@ class SitePrivacy:
 
 @dataclass(frozen=True, eq=False)
 class RunSummary:
-    """A run: the documents of its folder, {} for a missing one, and what follows from them."""
+    """A run: the documents of its folder, {} for a missing one, and what follows from them.
+
+    partition: "sites", "classes" and "label_counts", and a "digest" of each site's records.
+    """
 
     path: Path
     plan: Document
@@ -130,7 +134,7 @@ class RunSummary:
     def sites(self) -> list[str]:
         """The names of all sites that any file mentions, sorted."""
         names = {*self.privacy["sites"], *self.summary.get("epsilon", {})}
-        names.update(self.partition.get("train", ()))
+        names.update(self.partition.get("sites", ()))
         for record in self.records:
             names.update(record.scores, record.epsilon, record.refused)
         return sorted(names)
@@ -362,7 +366,7 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
     names = ("summary", "environment", "partition", "joining", "audit")
     try:
         other = {name: _read(folder / f"{name}.json", needed=False) for name in names}
-        audit = other.pop("audit")
+        audit, partition = other.pop("audit"), other.pop("partition")
         run = RunSummary(
             path=folder,
             plan=_read(folder / "plan.json"),
@@ -371,6 +375,7 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
             if begun or (folder / "rounds.jsonl").exists()
             else [RoundRecord(round=0)],
             audit=read_audit(audit) if audit else None,
+            partition=_without_records(partition) if partition else {},
             **other,
         )
         _check(run)
@@ -385,6 +390,14 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
             "new folder"
         ) from error
     return run
+
+
+def _without_records(partition: Document) -> Document:
+    """Return a partition with a digest in place of the records' numbers, which may be many."""
+    records = json.dumps([partition["train"], partition.get("held_out")], sort_keys=True)
+    digest = hashlib.blake2b(records.encode(), digest_size=16).hexdigest()
+    kept = {key: partition[key] for key in ("classes", "label_counts")}
+    return {"sites": [*partition["train"]], **kept, "digest": digest}
 
 
 def _read(path: Path, *, needed: bool = True) -> Document:
