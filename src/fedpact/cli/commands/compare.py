@@ -121,7 +121,7 @@ def _lacks_part(found: Comparison, searched: bool, joining: bool, console: Conso
     """Whether runs, a search's choice or values of joining are missing; print how many of these."""
     if searched and not found.chosen:
         return True
-    lacking = [run for run in found.runs if joining and run.joining is None]
+    lacking = [run for run in found.runs if joining and not run.joining]
     if lacking:
         console.print(
             f"the value of joining is missing for {len(lacking)} of "
