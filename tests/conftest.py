@@ -285,7 +285,7 @@ def forced(way, module, loss):
                 alone[key] = Alone(model, loss, x, y, "as the test wants it")
             return alone[key]
 
-        kernel._passes._traced = traced
+        kernel._passes.way = traced
     return kernel
 
 
