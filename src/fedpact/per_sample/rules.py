@@ -328,27 +328,6 @@ def _reduced(call: Call, g: Tensor, place: Place) -> Made:
     return Made(apart.sum(over) if over else apart)
 
 
-def _added(sign: int) -> Rule:
-    """x + p and p + x, with broadcasting; `sign` is that of the second term."""
-
-    def rule(call: Call) -> Shares:
-        g = cast(Tensor, call.grads[0])
-        factors = {0: 1, 1: sign * call.kwargs.get("alpha", 1)}
-        found: Shares = {}
-        for i in call.wanted:
-            factor = factors[cast(int, i)]
-            found[i] = _reduced(call, g if factor == 1 else g * factor, i)
-        return found
-
-    return rule
-
-
-def _multiplied(call: Call) -> Shares:
-    """x ⊙ p and p ⊙ x, with broadcasting."""
-    g = cast(Tensor, call.grads[0])
-    return {i: _reduced(call, g * call.at(1 - cast(int, i)), i) for i in call.wanted}
-
-
 def _each_number(call: Call) -> Shares:
     """An elementwise operation with broadcasting: differentiated by autograd, per record."""
     g = cast(Tensor, call.grads[0])
@@ -438,8 +417,9 @@ _VIEWS = tuple(
 _PRODUCTS = ("aten.matmul.default", "aten.mm.default")
 _TURNS = ("aten.t.default", "aten.numpy_T.default", "aten.mT.default")
 _POINTWISE = (
-    *("div.Tensor", "where.self", "pow.Tensor_Tensor", "maximum.default", "minimum.default"),
-    *("lerp.Tensor", "addcmul.default", "clamp.Tensor"),
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "multiply.Tensor", "div.Tensor", "where.self"),
+    *("pow.Tensor_Tensor", "maximum.default", "minimum.default", "lerp.Tensor"),
+    *("addcmul.default", "clamp.Tensor"),
 )
 _REPEATING = ("expand", "broadcast_to", "repeat")
 
@@ -458,9 +438,6 @@ _RULES: dict[str, Rule] = {
     "aten.group_norm.default": _normalised(2, 3, dims=0),
     "aten.batch_norm.default": _normalised(1, 2, dims=0),
     "aten.instance_norm.default": _normalised(1, 2, dims=0),
-    "aten.add.Tensor": _added(1),
-    "aten.sub.Tensor": _added(-1),
-    **dict.fromkeys(("aten.mul.Tensor", "aten.multiply.Tensor"), _multiplied),
     **dict.fromkeys([f"aten.{one}" for one in _POINTWISE], _each_number),
     "aten.prelu.default": _prelu,
     **dict.fromkeys([f"aten.{one}.default" for one in _REPEATING], _repeated),

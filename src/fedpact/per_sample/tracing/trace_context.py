@@ -5,7 +5,6 @@ import logging
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -99,6 +98,8 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         (FakeTensor, "__getitem__", _picked),
         (F, "embedding_bag", embedding_bag),
         (F, "affine_grid", _grid),
+        # The search for an einsum's order compares sizes, also the batch's.
+        (torch.backends.opt_einsum, "is_available", lambda: False),
         *((kind, "forward", packed.forward) for kind in _RECURRENT),
     ]
     for name in ("pack_padded_sequence", "pad_packed_sequence"):
@@ -113,8 +114,6 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         for name, instead in lengths.items()
         if name not in scope
     ]
-    if (orders := torch.backends.opt_einsum.get_opt_einsum()) is not None:
-        ours.append((orders, "contract_path", partial(_ordered, orders.contract_path)))
     checks: bool = vars(Distribution)["_validate_args"]  # by looking at values
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [one.level for one in loggers]
@@ -173,19 +172,6 @@ def _put(at: Any, name: str, value: Any) -> None:
 def _grid(theta: Tensor, size: list[int], align_corners: bool | None = None) -> Tensor:
     """Return affine_grid's points, without its look at which of the sizes is the smallest."""
     return torch.affine_grid_generator(theta, size, bool(align_corners))
-
-
-def _ordered(find: Any, equation: str, *tensors: Tensor, **how: Any) -> Any:
-    """Return the order of an einsum's products for as many records as are made up.
-
-    The search compares sizes, which the batch's may not take part in.
-    """
-    shapes = [tuple(map(_hint, t.shape)) for t in tensors]
-    return find(equation, *shapes, shapes=True, **how)
-
-
-def _hint(size: Any) -> int:
-    return cast(Any, size).node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _causal(_: Any, is_causal: bool | None = None, *__: Any, **___: Any) -> bool:
