@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -45,7 +44,6 @@ _sigmoid_backward = cast(Callable[..., Tensor], _aten.sigmoid_backward.default)
 _sigmoid_backward_to = cast(Callable[..., Tensor], _aten.sigmoid_backward.grad_input)
 _tanh_backward = cast(Callable[..., Tensor], _aten.tanh_backward.default)
 _tanh_backward_to = cast(Callable[..., Tensor], _aten.tanh_backward.grad_input)
-_threshold_backward_to = cast(Callable[..., Tensor], _aten.threshold_backward.grad_input)
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,17 @@ class _Found:
     hidden: Tensor
     cell: Tensor | None = None
     projected: tuple[Tensor, Tensor] | None = None
+
+
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The next state from W_ih x + b_ih, W_hh h + b_hh and the state h."""
+
+
+def gru_step(of_x: Tensor, of_h: Tensor, state: Tensor) -> Tensor:
+    """Return (1 - z) n + z h of a gated recurrent unit."""
+    x, h = of_x.chunk(3, 1), of_h.chunk(3, 1)
+    reset, update = torch.sigmoid(x[0] + h[0]), torch.sigmoid(x[1] + h[1])
+    return torch.lerp(torch.tanh(x[2] + reset * h[2]), state, update)
 
 
 class _Cell(ABC):
@@ -103,33 +112,38 @@ class _Cell(ABC):
             self._record(place, g.transpose(0, 1), u.transpose(0, 1))
 
 
-class _Rnn(_Cell):
-    """h_t = φ(W_ih x_t + b_ih + W_hh h_t-1 + b_hh).
+class _Stepped(_Cell):
+    """h_t = step(W_ih x_t + b_ih, W_hh h_t-1 + b_hh, h_t-1), differentiated by autograd."""
 
-    curve: φ, in place. slope: computes ∂ℓ/∂h_t φ' from ∂ℓ/∂h_t and h_t, into grad_input.
-    """
-
-    curve: Callable[[Tensor], Tensor] = staticmethod(torch.tanh_)
-    slope: Callable[..., Tensor] = staticmethod(_tanh_backward_to)
+    step: Step
 
     def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        hs, w_hh = _history(first[0], len(x)), self.w_hh.t()
-        hs[1:] = _all_steps(x, self.w_ih, self.b_ih + self.b_hh)
-        for h, following in pairwise(hs.unbind(0)):
-            self.curve(following.addmm_(h, w_hh))
-        return (hs,)
+        with torch.enable_grad():
+            self._inner = _all_steps(x, self.w_ih, self.b_ih).requires_grad_()
+            self._outer: list[Tensor] = []
+            self._states = [first[0].detach().requires_grad_()]
+            for of_x in self._inner.unbind(0):
+                self._outer.append(F.linear(self._states[-1], self.w_hh, self.b_hh))
+                self._states.append(self.step(of_x, self._outer[-1], self._states[-1]))
+        return (torch.stack([h.detach() for h in self._states]),)
 
     def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:  # noqa: ARG002
-        grads, dh, h = torch.empty_like(kept[0][1:]), direct.unbind(0), kept[0].unbind(0)
-        for t, g in reversed(list(enumerate(grads.unbind(0)))):
-            self.slope(dh[t + 1], h[t + 1], grad_input=g)
-            dh[t].addmm_(g, self.w_hh)
-        return _Found(grads, grads, dh[0])
+        first, *states = self._states
+        wanted = [self._inner, *self._outer, first]
+        inner, *outer, hidden = torch.autograd.grad(states, wanted, [*direct[1:].unbind(0)])
+        return _Found(inner, torch.stack(outer), direct[0] + hidden)
 
 
-class _ReluRnn(_Rnn):
-    curve = staticmethod(torch.relu_)
-    slope = staticmethod(partial(_threshold_backward_to, threshold=0))
+class _Gru(_Stepped):
+    step = staticmethod(gru_step)
+
+
+class _Rnn(_Stepped):
+    step = staticmethod(lambda of_x, of_h, _: torch.tanh(of_x + of_h))
+
+
+class _ReluRnn(_Stepped):
+    step = staticmethod(lambda of_x, of_h, _: torch.relu(of_x + of_h))
 
 
 class _Lstm(_Cell):
@@ -193,55 +207,6 @@ class _Lstm(_Cell):
         _sigmoid_backward_to(cs, f, grad_input=f)
         g.copy_(do)
         return kept.unbind(0), slopes.unbind(0)
-
-
-class _Gru(_Cell):
-    """h_t = (1 - z) n + z h_t-1, n = tanh(W_in x + b_in + r q), q = W_hn h_t-1 + b_hn.
-
-    torch's order is r, z, n. Here a step is r, z, q, n: one product adds W_hh h to the first three.
-    """
-
-    def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        hs, width, w_hh = _history(first[0], len(x)), first[0].shape[1], self.w_hh.t()
-        gates, two = x.new_empty(*x.shape[:2], 4 * width), 2 * width
-        gates[:, :, :two] = _all_steps(x, self.w_ih[:two], (self.b_ih + self.b_hh)[:two])
-        gates[:, :, two : 3 * width] = self.b_hh[two:]
-        gates[:, :, 3 * width :] = _all_steps(x, self.w_ih[two:], self.b_ih[two:])
-        h, sums = hs.unbind(0), gates[:, :, : 3 * width].unbind(0)
-        sigmoids = gates[:, :, :two].unbind(0)
-        r, z, q, n = (part.unbind(0) for part in _by_gate(gates).unbind(2))
-        for t in range(len(x)):
-            sums[t].addmm_(h[t], w_hh)
-            sigmoids[t].sigmoid_()
-            n[t].addcmul_(r[t], q[t]).tanh_()
-            torch.lerp(n[t], h[t], z[t], out=h[t + 1])
-        return hs, gates
-
-    def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:  # noqa: ARG002
-        hs, gates = kept
-        width = hs.shape[2]
-        dh, each_gate = direct.unbind(0), direct.unsqueeze(2).unbind(0)
-        outer, by_gate = gates[:, :, : 3 * width], _by_gate(gates).unbind(0)
-        grads = outer.unbind(0)
-        for start, end in reversed(_blocks(gates)):
-            z = self._factors(gates[start:end], hs[start:end])
-            for t in reversed(range(start, end)):
-                by_gate[t].mul_(each_gate[t + 1])
-                dh[t].addcmul_(dh[t + 1], z[t - start]).addmm_(grads[t], self.w_hh)
-        inner = torch.cat([gates[:, :, : 2 * width], gates[:, :, 3 * width :]], 2)
-        return _Found(inner, outer, dh[0])
-
-    @staticmethod
-    def _factors(gates: Tensor, hs: Tensor) -> _Rows:
-        """Replace r, z, q, n by the factors of ∂ℓ/∂h_t in their gradients; return z."""
-        r, z, q, n = _by_gate(gates).unbind(2)
-        kept, dn = z.clone(), _tanh_backward(1 - z, n)
-        _sigmoid_backward_to(hs - n, z, grad_input=z)
-        n.copy_(dn)
-        _sigmoid_backward_to(dn * q, r, grad_input=dn)
-        torch.mul(n, r, out=q)
-        r.copy_(dn)
-        return kept.unbind(0)
 
 
 _CELLS: dict[object, type[_Cell]] = {

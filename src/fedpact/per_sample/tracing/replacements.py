@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedpact.common.errors import ModelError
-from fedpact.per_sample.recurrent import RECURRENT
+from fedpact.per_sample.recurrent import RECURRENT, gru_step
 from fedpact.per_sample.tracing.batch_rules import multiple
 
 _aten = cast(Any, torch.ops.aten)
@@ -40,13 +40,6 @@ def _lstm(of_x: Tensor, of_h: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, 
     i, f, g, o = (of_x + of_h).chunk(4, 1)
     cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
-
-
-def _gru(of_x: Tensor, of_h: Tensor, state: Tensor) -> Tensor:
-    x, h = of_x.chunk(3, 1), of_h.chunk(3, 1)
-    reset, update = torch.sigmoid(x[0] + h[0]), torch.sigmoid(x[1] + h[1])
-    new = torch.tanh(x[2] + reset * h[2])
-    return (1 - update) * new + update * state
 
 
 def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
@@ -276,7 +269,7 @@ def _stand_in(op: Any, suffix: str = "", more: str = "") -> Any:
 
 TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.lstm_cell.default: _cell(_lstm, lambda state: state[0]),
-    _aten.gru_cell.default: _cell(_gru),
+    _aten.gru_cell.default: _cell(gru_step),
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
     _aten.take_along_dim.default: _taken,
