@@ -56,7 +56,7 @@ from fedpact.per_sample.tracing.keyed_draws import (
 )
 
 # The weights of a pass's slots [P], from what was measured of them.
-_Weigh = Callable[[Measured, Pass], Tensor | None]
+_Weigh = Callable[[Measured, Pass], Tensor]
 
 
 class PerSampleKernel:
@@ -140,11 +140,11 @@ class PerSampleKernel:
             self._mixers.check()
             x, y = _recorded(x, y)
 
-            def weigh(found: Measured, _: Pass) -> Tensor | None:
-                return None if weights is None else weights_of(weights, found.losses)
+            def weigh(found: Measured, _: Pass) -> Tensor:
+                return weights_of(weights, found.losses)
 
-            of = self._passes.gradients
-            return self._sum(of, x, y, clip, weigh, most, shares, layout or COMPACT, gamma=gamma)
+            of, each = self._passes.gradients, None if weights is None else weigh
+            return self._sum(of, x, y, clip, each, most, shares, layout or COMPACT, gamma=gamma)
 
     def clipped_difference(
         self,
@@ -220,9 +220,13 @@ class PerSampleKernel:
         changes the model's buffers, and if no way differentiates the model.
         """
         self._mixers.check()
-        # The comparison needs all digits.
-        with all_digits(self.model.vector), _in_float32(self.model):
-            check_separation(self, *_recorded(x, y))
+        precision = self.model.precision
+        try:
+            self.model.precision = "float32"  # the comparison needs all digits
+            with all_digits(self.model.vector):
+                check_separation(self, *_recorded(x, y))
+        finally:
+            self.model.precision = precision
 
     def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
         """Σ_j min(w_j, C/‖g_j‖) g_j [d] over x, y [B, ...] for weights w [B], in one pass."""
@@ -258,10 +262,7 @@ class PerSampleKernel:
         points: tuple[Tensor, ...] = (),
         gamma: float | None = None,
     ) -> Tensor:
-        """The sum [d] of what `measure` finds of records and points.
-
-        See `slack` for what float32 may add to it.
-        """
+        """Sum [d] what `measure` finds of records and points; see `slack`."""
         vector, batch = self.model.vector, x.shape[0]
         if batch == 0:
             return torch.zeros_like(vector)
@@ -274,8 +275,7 @@ class PerSampleKernel:
         with torch.no_grad():
             for one in self._passes.over(x, y, layout, length):
                 found = measure(one.x, one.y, *points)
-                w = None if weigh is None else weigh(found, one)
-                w = None if w is None else w.clamp_min(0)
+                w = None if weigh is None else weigh(found, one).clamp_min(0)
                 share = None if shares is None else one.placed(sent(shares, x.device))
                 c = coefficients(clip, found.norms, w, share, gamma)
                 c, good = mask_slots(c, found.losses, found.norms, w, one.occupied)
@@ -400,16 +400,6 @@ def check_precision(model: FlatModel) -> None:
             f"precision is {model.precision!r} and the model's weights are {model.vector.dtype}: "
             "expected float32, which is what is computed less exactly; convert it with .float()"
         )
-
-
-@contextmanager
-def _in_float32(model: FlatModel) -> Generator[None]:
-    """Have the model's passes use all digits."""
-    before, model.precision = model.precision, "float32"
-    try:
-        yield
-    finally:
-        model.precision = before
 
 
 @contextmanager

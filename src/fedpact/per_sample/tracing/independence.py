@@ -80,22 +80,16 @@ class Mixers:
                 )
 
 
-class Tried(Protocol):
-    """The checked kernel: its sums, and gradients of single records by ordinary autograd."""
-
+class _Tried(Protocol):
     model: FlatModel
     loss: Loss
 
-    def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
-        """Σ_j min(w_j, C/‖g_j‖) g_j [d] for weights w [B]."""
-        ...
+    def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor: ...
 
-    def alone(self, x: Tensor, y: Tensor) -> Tensor:
-        """The gradients [B, d], each of a batch of one."""
-        ...
+    def alone(self, x: Tensor, y: Tensor) -> Tensor: ...
 
 
-def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
+def check_separation(tried: _Tried, x: Tensor, y: Tensor) -> None:
     """Compare sums with gradients of single records x, y [B, ...].
 
     This is a second check: independence already follows from the kernel's way, for any records and
@@ -110,7 +104,7 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
     slow = announced(_SLOW, module, _PATIENCE, logging.INFO)
     with slow, without_fused_draws(tried.model), expected():
         before, version = _state(module), x._version
-        tried.summed(x, y, math.inf, _weights(tried, len(x)))
+        tried.summed(x, y, math.inf, tried.model.vector.new_ones(len(x)))
         _check_state(module, before)
         del before
         tried.alone(x[:1], y[:1])
@@ -126,21 +120,11 @@ def check_separation(tried: Tried, x: Tensor, y: Tensor) -> None:
         _check_outputs(module, x)
 
 
-def _weights(tried: Tried, count: int, only: int | None = None) -> Tensor:
-    """Ones [count], or zeros but for one of them."""
-    vector = tried.model.vector
-    if only is None:
-        return vector.new_ones(count)
-    return torch.eye(count, dtype=vector.dtype, device=vector.device)[only]
-
-
-def _one(tried: Tried, x: Tensor, y: Tensor, j: int) -> Tensor:
-    """The gradient [d] of a single record."""
+def _one(tried: _Tried, x: Tensor, y: Tensor, j: int) -> Tensor:
     return tried.alone(x[j : j + 1], y[j : j + 1])[0]
 
 
-def _losses(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
-    """The losses [B] computed by the model itself, with autograd."""
+def _losses(tried: _Tried, x: Tensor, y: Tensor) -> Tensor:
     with torch.enable_grad():
         return tried.loss(tried.model.module(x.clone()), y)
 
@@ -155,7 +139,7 @@ def _check_outputs(module: nn.Module, x: Tensor) -> None:
         raise ModelError(_MIXES.format(model_name(module), "what it returns for a record"))
 
 
-def _check_each(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
+def _check_each(tried: _Tried, x: Tensor, y: Tensor) -> Tensor:
     """Compare each record's contribution to a batch with its gradient; return the norms [B].
 
     Two batch sizes are used, as one may happen to equal another dimension.
@@ -166,7 +150,8 @@ def _check_each(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
         gradient = _one(tried, x, y, j)
         norms.append(_norm(gradient))
         n = len(x) - (j % 2 and j < len(x) - 1)
-        added = tried.summed(x[:n], y[:n], math.inf, _weights(tried, n, j))
+        only = torch.arange(n, device=x.device) == j
+        added = tried.summed(x[:n], y[:n], math.inf, only.to(tried.model.vector))
         errors.append(_norm(added.sub_(gradient)))
     if not all(map(math.isfinite, norms)):
         raise ModelError(
@@ -182,9 +167,10 @@ def _check_each(tried: Tried, x: Tensor, y: Tensor) -> Tensor:
     return torch.tensor(norms, dtype=torch.float64)
 
 
-def _check_large(tried: Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
+def _check_large(tried: _Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
     """Compare a clipped, weighted sum over a batch of repeated records."""
-    clip = _telling_clip(norms)
+    # About half of the norms are longer; a nearly certain record's gradient is rounding error.
+    clip = max(0.5 * float(norms.median()), 1e-3 * float(norms.max()))
     if not SHORTEST <= clip < math.inf:
         return
     chosen = torch.arange(_LARGE, device=x.device) % len(x)
@@ -202,7 +188,7 @@ def _check_large(tried: Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
             raise _mixing(tried, f"the sum over a batch of {_LARGE}", x, y)
 
 
-def _moved(tried: Tried, x: Tensor, y: Tensor, j: int) -> float:
+def _moved(tried: _Tried, x: Tensor, y: Tensor, j: int) -> float:
     """The tolerance for rounding in the gradient of record j.
 
     It is three times the change for a record at a distance of 10^-6, in float32. It is large only
@@ -219,7 +205,7 @@ def _moved(tried: Tried, x: Tensor, y: Tensor, j: int) -> float:
     return 3 * found
 
 
-def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
+def _mixing(tried: _Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
     """The error for records x, y [B, ...] whose batch differs from single records in `what`."""
     name, behind = model_name(tried.model.module), _behind(_losses(tried, x, y))
     # A trace contains the forward computation of a custom autograd function and differentiates
@@ -227,7 +213,7 @@ def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
     own = {type(n).__name__ for n in behind if isinstance(n, BackwardCFunction)}
     # A batch of one has no other record to mix with.
     gradient = _one(tried, x, y, 0)
-    error = _norm(tried.summed(x[:1], y[:1], math.inf, _weights(tried, 1)) - gradient)
+    error = _norm(tried.summed(x[:1], y[:1], math.inf, gradient.new_ones(1)) - gradient)
     if own and not error <= _TOLERANCE[gradient.dtype] * _norm(gradient):
         names = sorted(n.removesuffix("Backward") for n in own)
         return ModelError(_OWN.format(name, ", ".join(names), what))
@@ -238,7 +224,6 @@ def _mixing(tried: Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
 
 
 def _behind(losses: Tensor) -> set[Any]:
-    """The autograd functions on which losses depend."""
     left, seen = [losses.grad_fn], set[Any]()
     while left:
         node = left.pop()
@@ -246,16 +231,6 @@ def _behind(losses: Tensor) -> set[Any]:
             seen.add(node)
             left += [before for before, _ in node.next_functions]
     return seen
-
-
-def _telling_clip(norms: Tensor) -> float:
-    """A clip that about half of the gradients' norms [B] exceed.
-
-    At least a thousandth of the longest: a nearly certain record's gradient is rounding error.
-    """
-    return max(
-        0.5 * float(torch.median(norms)), 1e-3 * float(norms.where(norms.isfinite(), 0).amax())
-    )
 
 
 def _norm(vector: Tensor) -> float:
