@@ -146,30 +146,27 @@ def chosen(node: Node, at: At) -> Where:
     return moved(node, at)
 
 
-def along(place: int, name: str = "dim", default: Any = -1) -> Rule:
-    """An operation along dimensions that do not include the batch."""
+def _outside(dims: Callable[[Node, int], Iterable[int]]) -> Rule:
+    """An operation along dims(node, n) of n dimensions, none of which has the batch."""
 
     def rule(node: Node, at: At) -> Where:
         where, count = _records_in(node, at)
         _only(node, at, 0)
-        if where.dim in _dims(argument(node, place, name, default), count):
+        if where.dim in dims(node, count):
             raise Mixed(f"operation {node.target} runs along the batch")
         return where
 
     return rule
+
+
+def along(place: int, name: str = "dim", default: Any = -1) -> Rule:
+    """An operation along the dimensions of an argument."""
+    return _outside(lambda node, count: _dims(argument(node, place, name, default), count))
 
 
 def within(last: int) -> Rule:
     """An operation within the `last` last dimensions."""
-
-    def rule(node: Node, at: At) -> Where:
-        where, count = _records_in(node, at)
-        _only(node, at, 0)
-        if where.dim >= count - last:
-            raise Mixed(f"operation {node.target} runs along the batch")
-        return where
-
-    return rule
+    return _outside(lambda _, count: range(count - last, count))
 
 
 def in_front(least: int, most: int = 99) -> Rule:
@@ -331,16 +328,8 @@ def matmul(node: Node, at: At) -> Where:
     return where
 
 
-def attention(node: Node, at: At) -> Where:
-    """Queries, keys, values [..., T, E] and a mask: the batch is before the last two dimensions."""
-    where = _aligned(node, at, node.all_input_nodes)
-    if where.dim >= -2 or any(at(node.args[i]) is None for i in range(3)):
-        raise Mixed(f"operation {node.target} attends to others' records")
-    return where
-
-
-def distances(node: Node, at: At) -> Where:
-    """Between points [..., P, M] and [..., R, M]: the batch is before the last two dimensions."""
+def of_matrices(node: Node, at: At) -> Where:
+    """Attention, or distances, of [..., T, E]: the batch is before the last two dimensions."""
     where = _aligned(node, at, node.all_input_nodes)
     if where.dim >= -2:
         raise Mixed(f"operation {node.target} compares records")

@@ -111,7 +111,7 @@ RULES: Final[dict[str, Rule]] = {
     **_named(
         rules.within(1),
         "linear max_pool1d avg_pool1d adaptive_avg_pool1d multinomial max_pool1d_with_indices "
-        "adaptive_max_pool1d",
+        "adaptive_max_pool1d stft",
     ),
     **_named(rules.within(2), "max_pool2d avg_pool2d adaptive_avg_pool2d tril triu"),
     **_named(rules.within(2), "max_pool2d_with_indices adaptive_max_pool2d pixel_unshuffle"),
@@ -120,7 +120,7 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.matmul, "matmul mm bmm mv linalg_matmul"),
     **_named(rules.scattered, "gather scatter_add scatter.src scatter.value index_add"),
     **_named(rules.contracted, "einsum"),
-    **_named(rules.attention, "scaled_dot_product_attention"),
+    **_named(rules.of_matrices, "scaled_dot_product_attention cdist"),
     **_named(rules.sampled, "grid_sampler"),
     **_named(rules.on_grid, "affine_grid_generator"),
     **_named(rules.in_front(3, 3), "conv1d conv_transpose1d col2im"),
@@ -140,8 +140,6 @@ RULES: Final[dict[str, Rule]] = {
     **_named(rules.instance_norm, "instance_norm"),
     **_named(rules.embedding, "embedding searchsorted.Tensor"),
     **_named(rules.chosen, "bucketize.Tensor"),
-    **_named(rules.distances, "cdist"),
-    **_named(rules.within(1), "stft"),
     **_named(rules.one_hot, "one_hot"),
     **_named(rules.classes, "cross_entropy_loss nll_loss_nd nll_loss nll_loss2d"),
     **_named(rules.recurrent, "lstm.input gru.input rnn_tanh.input rnn_relu.input"),
