@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.common.losses import Loss, cross_entropy
@@ -33,7 +34,6 @@ from fedpact.per_sample.norms import (
     slices,
     square_sums,
 )
-from fedpact.per_sample.products import LARGE, linear
 from fedpact.per_sample.share import FAR, TOGETHER, Measured, Share, balanced
 
 MOST: Final = 2**20
@@ -201,7 +201,7 @@ class Dense:
                 continue
             # The records are stored row by row; they are not transposed.
             rows, weight = found.x if not i else from_numpy(z).t(), weights[self._weight[i]]
-            made = linear(weight, rows, large=weight.numel() >= LARGE).numpy()
+            made = F.linear(weight, rows).numpy()
             if i in self._bias:
                 made += (weights[self._bias[i]] * self._input[i]).numpy()[:, None]
             found.values.append(made)
@@ -225,7 +225,7 @@ class Dense:
             # Input gradients are not needed, which would be a third of a small model's work.
             if i:
                 weight = self._model.own[self._weight[i]].t()
-                g = linear(weight, from_numpy(g).t(), large=weight.numel() >= LARGE).numpy()
+                g = F.linear(weight, from_numpy(g).t()).numpy()
 
     def _squares(self, found: _Found) -> Array:
         """Return ‖g_j‖² [P], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
@@ -293,8 +293,7 @@ def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
             some = slice(start, start + step)
             total.addmm_(own[:, some].double(), read[:, some].double().t())
         return total
-    large = own.shape[0] * read.numel() >= 64 * LARGE
-    each = [linear(own[:, some], read[:, some], large=large) for some in slices(count, TOGETHER)]
+    each = [F.linear(own[:, some], read[:, some]) for some in slices(count, TOGETHER)]
     return each[0] if len(each) == 1 else torch.stack(each).sum(0)
 
 
