@@ -122,29 +122,20 @@ def unsafe(nodes: Sequence[Node], entered: set[Node]) -> str | None:
 
 
 def _pools_padding(node: Node, values: dict[str, Any]) -> bool:
-    """Whether a dilated max-pooling has a window that consists of padding.
+    """Whether a max-pooling has a window that consists of padding: its steps jump over the input.
 
     torch returns an index out of bounds for it, and writes its gradient there: to the next channel
     or record.
     """
-
-    def each(name: str, default: Any) -> list[int]:
-        value = values.get(name) or default
-        given: list[int] = [*cast(Any, value)] if isinstance(value, (list, tuple)) else [value]
-        return given * len(sizes) if len(given) == 1 else given
-
-    found = node.meta["val"]
-    out = (found if isinstance(found, Tensor) else found[0]).shape
     sizes = cast(Any, node.args[0]).meta["val"].shape[-int(_kind(node)[len("max_pool")]) :]
-    kernel = each("kernel_size", 1)
-    stride, padding, dilation = each("stride", kernel), each("padding", 0), each("dilation", 1)
-    dims = zip(sizes, out[-len(sizes) :], kernel, stride, padding, dilation, strict=True)
-    return any(
-        all(not 0 <= place * step - pad + i * apart < size for i in range(width))
-        for size, count, width, step, pad, apart in dims
-        if pad and apart > 1
-        for place in range(count)
-    )
+
+    def each(name: str, default: int) -> list[int]:
+        value = values.get(name) or default
+        given = list(cast(Any, value)) if isinstance(value, (list, tuple)) else [value]
+        return given * (len(sizes) // len(given))
+
+    dims = zip(sizes, each("padding", 0), each("dilation", 1), strict=True)
+    return any(pad and step > size for size, pad, step in dims)
 
 
 def _counted(nodes: Iterable[Node]) -> set[Node]:

@@ -344,17 +344,6 @@ def _filled(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
 
 
-def _leaky(
-    x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None
-) -> Tensor:
-    """Randomised leaky ReLU; torch's draws slopes only for negative numbers.
-
-    The number of draws before a record would then depend on other records.
-    """
-    slope = torch.empty_like(x).uniform_(lower, upper) if training else (lower + upper) / 2
-    return torch.where(x < 0, x * slope, x)
-
-
 def _by_lengths(op: Any, *args: Any, lengths: Tensor | None = None) -> Any:
     """A recurrence of torch; with lengths (of one record) only over that many steps."""
     if lengths is None:
@@ -373,7 +362,6 @@ def _by_lengths(op: Any, *args: Any, lengths: Tensor | None = None) -> Any:
 DONE_AS: Final[dict[Any, Callable[..., Any]]] = {
     # A traced view may be impossible for the same numbers in another memory layout.
     _aten.view.default: _aten.reshape.default,
-    _aten.rrelu.default: _leaky,
     **{op: partial(_by_lengths, op) for op in RECURRENT},
     **{
         overload: _quotient
