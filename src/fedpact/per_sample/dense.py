@@ -21,16 +21,15 @@ from torch import Tensor, nn
 from fedpact.common.losses import Loss, cross_entropy
 from fedpact.common.params import FlatModel, from_numpy, on_cpu
 from fedpact.per_sample.gradients import Made, Outer
-from fedpact.per_sample.layers import ScaledBias, changed, sequence_of
+from fedpact.per_sample.layers import ScaledBias, is_altered, sequence_of
 from fedpact.per_sample.layout import length_for, overhead
 from fedpact.per_sample.norms import (
     BLOCK,
     CHUNK_BYTES,
-    LARGEST,
     LEAST,
     LONGEST,
-    NEAR,
     SMALL,
+    most_of,
     slices,
     square_sums,
 )
@@ -130,7 +129,7 @@ class Dense:
         """Whether x, y [B, ...] have the form of the model's records; hooks may have been added."""
         fits = x.dtype == self._dtype and y.dtype == torch.int64 and on_cpu(x) and y.dim() == 1
         rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
-        return fits and rows and not any(map(changed, self._states))
+        return fits and rows and not any(map(is_altered, self._states))
 
     def length(self, expected: float, *, scattered: bool) -> int:
         """Return P; see layout.length_for."""
@@ -242,7 +241,8 @@ class Dense:
         for i, g in found.grads.items():
             read, input = found.read(i), self._input.get(i, 0.0)
             # A bias reads a constant of its layer's input.
-            each = _taken(c, g, found.lengths[i] + input**2)
+            most = most_of(from_numpy(g).t(), from_numpy(found.lengths[i] + input**2))
+            each = c if most is None else np.minimum(c, most.numpy().astype(c.dtype))
             scaled = g * each
             if input:
                 parts[i, True] = scaled.sum(1, dtype=np.float64 if exact else None) * input
@@ -271,15 +271,6 @@ def _lengths(x: Tensor) -> Array:
     if small.any() and rows[small].any():
         found[small] = square_sums(x[from_numpy(small)]).numpy()
     return found
-
-
-def _taken(c: Array, g: Array, lengths: Array) -> Array:
-    """c [P] of g [O, P] beside u of ‖u_j‖² [P], or less; see norms.most_of."""
-    near = lengths < NEAR
-    if not near.any():
-        return c
-    most = np.where(near, LARGEST / _squares(g) ** 0.5, math.inf)
-    return np.minimum(c, most.astype(c.dtype))
 
 
 def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:

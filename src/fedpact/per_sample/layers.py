@@ -25,7 +25,7 @@ class ScaledBias(nn.Linear):
         return nn.functional.linear(input, self.weight, self.bias * self.input)
 
 
-def changed(state: Mapping[str, Any]) -> bool:
+def is_altered(state: Mapping[str, Any]) -> bool:
     """Whether a module of this state has a hook, or a forward set on the instance."""
     return "forward" in state or any(state[hooks] for hooks in _HOOKS)
 
@@ -35,7 +35,7 @@ def sequence_of(module: nn.Module) -> list[nn.Module] | None:
 
     So it is None for a module with a hook, or with a forward set on the instance.
     """
-    if changed(vars(module)):
+    if is_altered(vars(module)):
         return None
     if type(module) is not nn.Sequential:
         return None if any(True for _ in module.children()) else [module]

@@ -51,7 +51,7 @@ class Alone:
     name = "records"
 
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, why: str) -> None:
-        self._model, self._why = model, why
+        self._model, self._why, self._name = model, why, model_name(model.module)
         try:
             self._one = Program(model, loss, x, y, 1)
         except Untraceable as error:
@@ -67,10 +67,6 @@ class Alone:
         self._by_vmap, self.draws = self._takes_vmap(x, y), self._one.draws
         if not self._by_vmap:
             self._step = 1
-
-    @property
-    def _name(self) -> str:
-        return model_name(self._model.module)
 
     def length(self, expected: float, *, scattered: bool) -> int:
         """Return P: what vmap takes at a time, or one record."""

@@ -60,7 +60,7 @@ class _Found:
     projected: tuple[Tensor, Tensor] | None = None
 
 
-Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+_Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The next state from W_ih x + b_ih, W_hh h + b_hh and the state h."""
 
 
@@ -115,7 +115,9 @@ class _Cell(ABC):
 class _Stepped(_Cell):
     """h_t = step(W_ih x_t + b_ih, W_hh h_t-1 + b_hh, h_t-1), differentiated by autograd."""
 
-    step: Step
+    def __init__(self, step: _Step, *of: Any) -> None:
+        super().__init__(*of)
+        self._step = step
 
     def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.enable_grad():
@@ -124,7 +126,7 @@ class _Stepped(_Cell):
             self._states = [first[0].detach().requires_grad_()]
             for of_x in self._inner.unbind(0):
                 self._outer.append(F.linear(self._states[-1], self.w_hh, self.b_hh))
-                self._states.append(self.step(of_x, self._outer[-1], self._states[-1]))
+                self._states.append(self._step(of_x, self._outer[-1], self._states[-1]))
         return (torch.stack([h.detach() for h in self._states]),)
 
     def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:  # noqa: ARG002
@@ -134,16 +136,11 @@ class _Stepped(_Cell):
         return _Found(inner, torch.stack(outer), direct[0] + hidden)
 
 
-class _Gru(_Stepped):
-    step = staticmethod(gru_step)
+def _curved(curve: Callable[[Tensor], Tensor]) -> _Step:
+    def step(of_x: Tensor, of_h: Tensor, _: Tensor) -> Tensor:
+        return curve(of_x + of_h)
 
-
-class _Rnn(_Stepped):
-    step = staticmethod(lambda of_x, of_h, _: torch.tanh(of_x + of_h))
-
-
-class _ReluRnn(_Stepped):
-    step = staticmethod(lambda of_x, of_h, _: torch.relu(of_x + of_h))
+    return step
 
 
 class _Lstm(_Cell):
@@ -209,11 +206,11 @@ class _Lstm(_Cell):
         return kept.unbind(0), slopes.unbind(0)
 
 
-_CELLS: dict[object, type[_Cell]] = {
+_CELLS: dict[object, Callable[..., _Cell]] = {
     _aten.lstm.input: _Lstm,
-    _aten.gru.input: _Gru,
-    _aten.rnn_tanh.input: _Rnn,
-    _aten.rnn_relu.input: _ReluRnn,
+    _aten.gru.input: partial(_Stepped, gru_step),
+    _aten.rnn_tanh.input: partial(_Stepped, _curved(torch.tanh)),
+    _aten.rnn_relu.input: partial(_Stepped, _curved(torch.relu)),
 }
 
 RECURRENT = frozenset(_CELLS)

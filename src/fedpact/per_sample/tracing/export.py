@@ -10,7 +10,7 @@ import logging
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -240,13 +240,9 @@ def _recorded(
         from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
 
         insert_deferred_runtime_asserts(made, env, "trace")
-    return _with_constants(made, [*_kinds(whole, held), ("record", "x"), ("record", "y")], made_up)
-
-
-def _kinds(whole: WithLoss, held: Iterable[str]) -> Iterator[tuple[str, str]]:
     parameters = dict(whole.named_parameters())
-    for name in held:
-        yield ("parameter" if name in parameters else "buffer"), name
+    kinds = [("parameter" if name in parameters else "buffer", name) for name in held]
+    return _with_constants(made, [*kinds, ("record", "x"), ("record", "y")], made_up)
 
 
 def _with_constants(

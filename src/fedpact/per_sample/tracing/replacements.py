@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedpact.common.errors import ModelError
+from fedpact.per_sample.convolution import Geometry
 from fedpact.per_sample.recurrent import RECURRENT, gru_step
 from fedpact.per_sample.tracing.batch_rules import multiple
 
@@ -241,15 +242,8 @@ def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tens
     """A convolution: on one thread torch chooses an algorithm by whether a batch has 16 records."""
     if x.dim() != weight.dim():
         raise ValueError("a convolution of one record, without a batch")
-    stride, padding, dilation = (
-        settings[i] if len(settings) > i else [default] for i, default in enumerate((1, 0, 1))
-    )
-    sizes: list[int] = []
-    for d in range(x.dim() - 2):
-        s, p, step = (int(v[d % len(v)]) for v in (stride, padding, dilation))
-        room = x.shape[2 + d] + 2 * p - step * (weight.shape[2 + d] - 1) - 1
-        sizes.append(room // s + 1)
-    return x.new_empty((x.shape[0], weight.shape[0], *sizes))
+    geometry = Geometry.by(weight.shape[2:], [*settings, *[1, 0, 1, 1][len(settings) :]])
+    return x.new_empty((x.shape[0], weight.shape[0], *geometry.positions(x.shape[2:])))
 
 
 _SHAPES: Final[dict[Any, Callable[..., Any]]] = {
