@@ -191,6 +191,38 @@ def test_other_functions_of_a_weight_use_autograd():
     assert of_arguments(Made(torch.randn(4, 30)), "aten.t.default", [w.t()]) is None
 
 
+class Decaying(nn.Module):
+    """Functions of weights: used at every step, in one another, and where no gradient passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.rate = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        decay, matrix = torch.exp(-self.rate.exp()), self.weight[1].tanh()
+        state = x[:, 0]
+        for t in range(1, x.shape[1]):
+            state = state * decay + x[:, t] @ matrix
+        return state @ (matrix * decay) + state * self.rate.detach().sigmoid()
+
+
+@pytest.mark.parametrize("keep", [norms.KEEP_BYTES, 1])
+def test_functions_of_weights_are_pulled_back_at_once(keep, monkeypatch):
+    """A call of autograd takes longer than what a small model does in it."""
+    torch.manual_seed(0)
+    kernel = PerSampleKernel(FlatModel(Decaying().double()), cross_entropy)
+    x, y = torch.randn(8, 5, 4, dtype=torch.float64), torch.arange(8) % 4
+    each = kernel.alone(x, y)
+    kernel.clipped_sum(x, y, 1.0)
+    calls, grad = [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(a) or grad(*a, **k))
+    monkeypatch.setattr(norms, "KEEP_BYTES", keep)
+    found = kernel.clipped_sum(x, y, 1.0)
+    expected = (each * (1 / each.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+    assert (found - expected).norm() <= 1e-12 * expected.norm()
+    assert len(calls) == 2 or keep == 1
+
+
 class Sentence(nn.Module):
     """Sequences of a record, one after another, by a recurrence with dropout between layers."""
 

@@ -59,8 +59,8 @@ def is_few(like: Tensor, positions: int, size: int, read: int, least: int = 9) -
 
 def part(shares: list[Share], space: Space) -> Part:
     """The Part of a parameter whose gradient is the sum of the shares."""
-    joined = _joined(shares)
-    return joined.special() or _by_rows(joined, space)
+    share = sum_of(shares)
+    return share.special() or _by_rows(share, space)
 
 
 def together(shares: dict[str, list[Share]]) -> list[tuple[list[str], list[Share]]]:
@@ -365,11 +365,12 @@ class SumOfShares(Share):
         return None
 
 
-def _joined(shares: list[Share]) -> Share:
+def sum_of(shares: list[Share]) -> Share:
+    """The share of a sum of shares."""
     if len(shares) == 1:
         return shares[0]
     outers = [share for share in shares if isinstance(share, Outer)]
     if len(outers) > 1:
         one = Outer(torch.cat([s.g for s in outers], 1), torch.cat([s.u for s in outers], 1))
-        return _joined([one, *(s for s in shares if not isinstance(s, Outer))])
+        return sum_of([one, *(s for s in shares if not isinstance(s, Outer))])
     return SumOfShares(shares)

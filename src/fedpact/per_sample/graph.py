@@ -7,19 +7,18 @@ gradients of the outputs of all operations with parameters, and rules turn these
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
 from torch.fx import Node
 
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast
 from fedpact.per_sample import norms, recurrent
-from fedpact.per_sample.gradients import Made, Outer
+from fedpact.per_sample.gradients import Made, Outer, sum_of
 from fedpact.per_sample.layout import length_for, overhead
 from fedpact.per_sample.norms import wide
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
@@ -152,6 +151,7 @@ class Graph:
         self._trained = program.trained
         self._weights = self._weighted(program.nodes)
         self._steps = self._compiled(program.nodes)
+        self._functions = self._needed()
         self.draws = program.draws
         self._most, self._overhead = self._cost(model)
         self._multiple = self._slots_alike()
@@ -256,66 +256,64 @@ class Graph:
         return cast(Tensor, env[self._program.result])
 
     def _shares(self, calls: list[tuple[_Use, Call]]) -> Shares:
+        values = self._computed()
         found: Shares = {}
+        left: dict[Node, list[Share]] = {}
         # A call is freed before the next one's shares are made.
         while calls:
             use, call = calls.pop()
             for place, share in _shares_of(call).items():
                 if place in use.sources:
                     # In the order of the uses, in which differences pair them.
-                    for name, one in self._by_parameter(use.sources[place], share):
+                    for name, one in self._passed_on(use.sources[place], share, values, left):
                         found.setdefault(name, []).insert(0, one)
+        for node, one in _pulled(left, values, self._functions):
+            found.setdefault(self._trained[node.name], []).append(one)
         return found
 
-    def _by_parameter(self, source: Node, share: Share) -> list[tuple[str, Share]]:
-        if source.op == "placeholder":
-            return [(self._trained[source.name], share)]
-        nodes = _inside(source)
-        return self._passed_on(source, share, evaluated(nodes, self._program.given_to(nodes)))
+    def _computed(self) -> dict[Node, Any]:
+        """The values of functions of parameters, computed once more for their gradients."""
+        given = self._program.given_to(self._functions)
+        with torch.enable_grad():
+            own = {at: given[at].clone().requires_grad_() for at in given if at in self._trained}
+            return evaluated(list(self._functions), given | own)
 
     def _passed_on(
-        self, node: Node, share: Share, values: dict[Node, Any]
-    ) -> list[tuple[str, Share]]:
-        """The shares of the parameters from which a node is computed, from its own share."""
+        self, node: Node, share: Share, values: dict[Node, Any], left: dict[Node, list[Share]]
+    ) -> Iterator[tuple[str, Share]]:
+        """The shares of the parameters from which a node is computed, from its own share.
+
+        left: where the shares of nodes go whose operation has no rule.
+        """
         if node.op == "placeholder":
-            return [(self._trained[node.name], share)]
+            yield self._trained[node.name], share
+            return
         weighted = {i: n for i, n in _flat(node) if n in self._weights}
         found = None
         if not node.kwargs:
             found = of_arguments(share, str(node.target), arguments(node, values)[0])
         if found is None or not weighted.keys() <= found.keys():
-            return self._pulled(node, share)
-        return [one for i, n in weighted.items() for one in self._passed_on(n, found[i], values)]
+            left.setdefault(node, []).insert(0, share)
+            return
+        for i, one in weighted.items():
+            yield from self._passed_on(one, found[i], values, left)
 
-    def _pulled(self, target: Node, share: Share) -> list[tuple[str, Share]]:
-        """The same by vmap, record by record."""
-        nodes = _inside(target)
-        shape = tuple(cast(int, size) for size in shape_of(target))
-        fixed = self._program.given_to(nodes)
-        named = {self._trained[at]: at for at in fixed if at in self._trained}
-        weights = {name: fixed[at].clone() for name, at in named.items()}
+    def _needed(self) -> dict[Node, list[Node]]:
+        """The nodes that compute functions of parameters, in order.
 
-        def value(weights: dict[str, Tensor]) -> Tensor:
-            """The node's value as a function of its parameters."""
-            values = {**fixed, **{at: weights[name] for name, at in named.items()}}
-            return cast(Tensor, evaluated(nodes, values)[target])
-
-        back = cast(Callable[[Tensor], tuple[dict[str, Tensor]]], vjp(value, weights)[1])
-
-        def rows(given: Tensor) -> dict[str, Tensor]:
-            with for_vmap():
-                (each,) = cast(Any, vmap(back))(given.view(len(given), *shape))
-            return {n: v.reshape(len(given), weights[n].numel()) for n, v in each.items()}
-
-        size = sum(w.numel() for w in weights.values()) + share.size
-        if share.batch * size * share.like.element_size() <= norms.keep_bytes(share.like):
-            # All at once, so that their common inputs are computed once.
-            return [(n, Made(v)) for n, v in rows(share.rows(slice(0, share.batch))).items()]
-
-        def pull(name: str) -> Callable[[Tensor], Tensor]:
-            return lambda given: rows(given)[name]
-
-        return [(n, Mapped(share, pull(n), w.numel())) for n, w in weights.items()]
+        Each with the placeholders of the trained parameters that it follows from.
+        """
+        used = (step.use.sources.values() for step in self._steps if step.use)
+        needed = {n for some in used for n in some if n.op != "placeholder"}
+        for node in reversed(self._program.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        found: dict[Node, list[Node]] = {}
+        for node in self._program.nodes:
+            if node in needed:
+                inputs = [one for before in node.all_input_nodes for one in found[before]]
+                found[node] = [node] if node.name in self._trained else [*dict.fromkeys(inputs)]
+        return found
 
     def _weighted(self, nodes: list[Node]) -> set[Node]:
         """Nodes that depend on trained parameters and on no record."""
@@ -446,20 +444,50 @@ def positional(node: Node) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _inside(node: Node) -> list[Node]:
-    """The nodes that compute a node from placeholders, in order; none for a placeholder."""
-    if node.op == "placeholder":
-        return []
-    found: dict[Node, None] = {}
+def _pulled(
+    left: dict[Node, list[Share]], values: dict[Node, Any], needed: dict[Node, list[Node]]
+) -> Iterator[tuple[Node, Share]]:
+    """Shares of parameters, by their placeholders, from those of functions of parameters.
 
-    def visit(one: Node) -> None:
-        for before in one.all_input_nodes:
-            if before not in found:
-                visit(before)
-        found[one] = None
+    By autograd, batched over records: of as many functions at once as fit into memory, as a call
+    takes long to begin. needed: the placeholders of the parameters that a function follows from.
+    """
 
-    visit(node)
-    return list(found)
+    def pulled(nodes: list[Node], weights: list[Node], rows: list[Tensor]) -> list[Tensor]:
+        outputs, inputs = ([values[one] for one in some] for some in (nodes, weights))
+        grads = [r.view(len(r), *v.shape) for r, v in zip(rows, outputs, strict=True)]
+        with for_vmap():
+            found = torch.autograd.grad(
+                outputs, inputs, grads, retain_graph=True, is_grads_batched=True, allow_unused=True
+            )
+        of = zip(cast(tuple[Tensor | None, ...], found), inputs, strict=True)
+        none = rows[0].new_zeros
+        return [none(len(rows[0]), w.numel()) if v is None else v.flatten(1) for v, w in of]
+
+    def by_chunk(node: Node, weight: Node) -> Share:
+        def function(rows: Tensor) -> Tensor:
+            return pulled([node], [weight], [rows])[0]
+
+        return Mapped(shares[node], function, values[weight].numel())
+
+    shares = {node: sum_of(some) for node, some in left.items() if values[node].requires_grad}
+    groups: list[list[Node]] = []
+    room = 0
+    for node, share in shares.items():
+        size = share.nbytes + sum(values[one].nbytes for one in needed[node])
+        size, keep = share.batch * size, norms.keep_bytes(share.like)
+        if size > keep:
+            yield from ((one, by_chunk(node, one)) for one in needed[node])
+            continue
+        if size > room:
+            groups.append([])
+            room = keep
+        groups[-1].append(node)
+        room -= size
+    for group in groups:
+        weights = [*dict.fromkeys(one for node in group for one in needed[node])]
+        rows = [shares[node].rows(slice(0, shares[node].batch)) for node in group]
+        yield from zip(weights, map(Made, pulled(group, weights, rows)), strict=True)
 
 
 def _products(step: _Step) -> float:
