@@ -257,6 +257,26 @@ class Extremes(nn.Module):
         return torch.min(h, torch.maximum(x[..., 1:], -self.least))
 
 
+class Fixed(nn.Module):
+    """A weight and a number as they are, without gradient, by their .data."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        return F.linear(h * h.data, self.first.weight.data)
+
+
+class Clipped(nn.Linear):
+    """A weight that every pass shortens, as discriminators have."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clamp(-0.01, 0.01)
+        return super().forward(x)
+
+
 LAYERS = {
     "conv3d": (lambda: nn.Conv3d(2, 2, 2), (2, 3, 3, 3)),
     "transposed convolution": (lambda: nn.ConvTranspose2d(2, 2, 2), (2, 3, 3)),
@@ -288,6 +308,7 @@ LAYERS = {
     "waves that are written": (lambda: Modes(), (3, 6)),
     "products of three": (lambda: Pairs(), (2, 4)),
     "the larger and the smaller": (lambda: Extremes(), (2, 4)),
+    "weights by their data": (lambda: Fixed(), (2, 4)),
     "padded by name": (
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, (3, 2), padding="same", dilation=(1, 2)),
@@ -316,6 +337,12 @@ def test_layers_whose_operations_are_known(reference, name):
             buffer.uniform_(0.5, 1.5)
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten())
     reference.check_structure(model, reference.data(4, *shape), rows="loop")
+
+
+def test_a_weight_that_a_pass_replaces_is_refused():
+    kernel = PerSampleKernel(FlatModel(Clipped(4, 3)), cross_entropy)
+    with pytest.raises(ModelError, match=r"changes a tensor by its \.data in test_ways"):
+        kernel.way(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
 
 
 def test_a_compiled_model_is_traced_as_it_was_written():

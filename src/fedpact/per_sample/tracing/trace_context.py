@@ -81,7 +81,8 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     to give a number, so a model that calls it would be traced for batches of one size alone: within
     the files of the model it is x.shape[0], and list(range(len(x))) the records' numbers. torch's
     transformers look whether a mask is the causal one, for which there is a faster way to the same;
-    a branch on its values would end the trace.
+    a branch on its values would end the trace. x.data is x.detach(), as the tracer takes it for a
+    constant without values.
     Packed sequences are what `packed` has in place of torch's. Code given to torch.compile runs as
     it was written.
     """
@@ -96,6 +97,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         (transformer, _detect_is_causal_mask.__name__, _causal),
         (FakeTensor, "tolist", _listed),
         (FakeTensor, "__getitem__", _picked),
+        (FakeTensor, "data", property(torch.Tensor.detach, _set_data)),
         (F, "embedding_bag", embedding_bag),
         (F, "affine_grid", _grid),
         # The search for an einsum's order compares sizes, also the batch's.
@@ -181,6 +183,12 @@ def _causal(_: Any, is_causal: bool | None = None, *__: Any, **___: Any) -> bool
 def _listed(of: Tensor) -> Any:
     """Return the tensor itself for a list of one number for each record, as of lengths."""
     return of if isinstance(_size(of), torch.SymInt) else NotImplemented
+
+
+def _set_data(of: Tensor, value: Tensor) -> None:
+    """Refuse x.data = y, of which a trace would have nothing; a layer that is moved has x = y."""
+    if value is not of:
+        raise RuntimeError("a pass changes a tensor by its .data")
 
 
 def _picked(of: Tensor, index: Any) -> Any:
