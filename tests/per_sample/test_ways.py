@@ -257,6 +257,20 @@ class Extremes(nn.Module):
         return torch.min(h, torch.maximum(x[..., 1:], -self.least))
 
 
+class Composed(nn.Module):
+    """Operations that torch makes of others, or gives another name, and complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.points = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        h = self.first(x).clip(-1, 1)
+        waves = torch.polar(h.arcsinh().multiply(2), torch.logaddexp(h, x))
+        near = F.cosine_similarity(h[..., None, :], self.points, dim=-1)
+        return torch.tensordot(waves.conj().angle(), self.points, ([-1], [1])) + near
+
+
 class Fixed(nn.Module):
     """A weight and a number as they are, without gradient, by their .data."""
 
@@ -308,6 +322,7 @@ LAYERS = {
     "waves that are written": (lambda: Modes(), (3, 6)),
     "products of three": (lambda: Pairs(), (2, 4)),
     "the larger and the smaller": (lambda: Extremes(), (2, 4)),
+    "operations made of others": (lambda: Composed(), (2, 4)),
     "weights by their data": (lambda: Fixed(), (2, 4)),
     "padded by name": (
         lambda: nn.Sequential(

@@ -89,7 +89,8 @@ add(
     "hardtanh hardswish hardsigmoid relu6 selu celu elu leaky_relu softplus softshrink hardshrink "
     "log_sigmoid rrelu isnan isinf isfinite nan_to_num detach alias clone contiguous logical_not "
     "lift_fresh_copy zeros_like ones_like rand_like randn_like bernoulli _to_copy t numpy_T mT "
-    "uniform normal_functional empty_like exponential log_normal cauchy negative absolute",
+    "uniform normal_functional empty_like exponential log_normal cauchy asinh "
+    "atanh erfinv lgamma digamma logit angle sgn",
     _with(),
 )
 add("normal.float_Tensor", lambda g: (0.4, g.x()))
@@ -115,10 +116,9 @@ add("to.device", _with(torch.device("cpu"), torch.float32))
 add("fill.Scalar", _then(lambda g, _: g.rng.choice([2.0, g.batch])))
 add("fill.Tensor", _then(lambda g, _: g.constant()))
 add(
-    "multiply.Tensor subtract.Tensor divide.Tensor true_divide.Tensor "
     "add.Tensor sub.Tensor mul.Tensor div.Tensor rsub.Tensor pow.Tensor_Tensor maximum minimum "
     "fmod.Tensor remainder.Tensor atan2 floor_divide xlogy.Tensor eq.Tensor ne.Tensor lt.Tensor "
-    "le.Tensor gt.Tensor ge.Tensor",
+    "le.Tensor gt.Tensor ge.Tensor polar logaddexp hypot copysign.Tensor",
     _pair(),
 )
 add(
@@ -201,7 +201,7 @@ def _complex(g: Draw) -> fx.Node:
     return g.call(aten.complex.default, x, g.call(aten.sin.default, x))
 
 
-add("real imag view_as_real", lambda g: (_complex(g),))
+add("real imag view_as_real _conj", lambda g: (_complex(g),))
 add("view_as_complex", lambda g: (g.call(aten.view_as_real.default, _complex(g)),))
 for _how in ("fft", "ifft", "rfft", "irfft"):
     add(f"fft_{_how}", _then(_is(None), _dim))

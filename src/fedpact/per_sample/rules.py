@@ -417,7 +417,7 @@ _VIEWS = tuple(
 _PRODUCTS = ("aten.matmul.default", "aten.mm.default")
 _TURNS = ("aten.t.default", "aten.numpy_T.default", "aten.mT.default")
 _POINTWISE = (
-    *("add.Tensor", "sub.Tensor", "mul.Tensor", "multiply.Tensor", "div.Tensor", "where.self"),
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "where.self"),
     *("pow.Tensor_Tensor", "maximum.default", "minimum.default", "lerp.Tensor"),
     *("addcmul.default", "clamp.Tensor"),
 )

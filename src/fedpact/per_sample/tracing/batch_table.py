@@ -65,8 +65,8 @@ RULES: Final[dict[str, Rule]] = {
         "randint_like.low_dtype bernoulli exponential log_normal cauchy geometric "
         "normal.float_Tensor normal.Tensor_float normal.Tensor_Tensor prelu fill.Scalar "
         "fill.Tensor bernoulli.p floor_divide floor_divide.Scalar xlogy.Tensor frac real imag "
-        "complex view_as_real view_as_complex multiply.Tensor "
-        "subtract.Tensor divide.Tensor true_divide.Tensor negative absolute",
+        "complex view_as_real view_as_complex asinh atanh erfinv lgamma digamma logit angle sgn "
+        "polar _conj logaddexp hypot copysign.Tensor",
     ),
     **_named(
         rules.unreduced(2), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss"

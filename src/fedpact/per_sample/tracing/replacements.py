@@ -13,7 +13,7 @@ from torch import Tensor
 from fedpact.common.errors import ModelError
 from fedpact.per_sample.convolution import Geometry
 from fedpact.per_sample.recurrent import RECURRENT, gru_step
-from fedpact.per_sample.tracing.batch_rules import multiple
+from fedpact.per_sample.tracing.batch_rules import multiple, names
 
 _aten = cast(Any, torch.ops.aten)
 
@@ -246,6 +246,23 @@ def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tens
     return x.new_empty((x.shape[0], weight.shape[0], *geometry.positions(x.shape[2:])))
 
 
+def _cosine(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """a · b over both lengths; of one below eps the gradient is torch's, as if it were not."""
+
+    def of_length_one(v: Tensor) -> Tensor:
+        length = cast(Any, torch.linalg).vector_norm(v, dim=dim, keepdim=True)
+        return v / (length + (length.clamp_min(eps) - length).detach())
+
+    return (of_length_one(a) * of_length_one(b)).sum(dim)
+
+
+_COMPOSED: Final = names(
+    "absolute arccos arcsin arcsinh arctan arctan2 arctanh clip divide fft_fftshift fft_ifftshift "
+    "fix greater greater_equal hsplit less less_equal linalg_matrix_norm linalg_vecdot multiply "
+    "negative not_equal pairwise_distance subtract tensordot trapezoid trapz true_divide vsplit"
+)
+"""Operations that torch makes of others, which the table knows."""
+
 _SHAPES: Final[dict[Any, Callable[..., Any]]] = {
     **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default), _convolved),
     **dict.fromkeys(RECURRENT, _recurrent),
@@ -290,6 +307,13 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     ),
     _aten.max.other: torch.maximum,
     _aten.min.other: torch.minimum,
+    _aten.cosine_similarity.default: _cosine,
+    **{
+        op: op.decompose
+        for several in (getattr(_aten, name) for name in _COMPOSED)
+        for op in (getattr(several, name) for name in several.overloads())
+        if not op._schema.is_mutable
+    },
     **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sorted),
     **dict.fromkeys((_aten.argsort.default, _aten.argsort.stable), _order),
     **{op: _stand_in(op) for op in _SHAPES},
@@ -357,11 +381,7 @@ DONE_AS: Final[dict[Any, Callable[..., Any]]] = {
     # A traced view may be impossible for the same numbers in another memory layout.
     _aten.view.default: _aten.reshape.default,
     **{op: partial(_by_lengths, op) for op in RECURRENT},
-    **{
-        overload: _quotient
-        for kind in (_aten.div, _aten.divide)
-        for overload in (kind.Tensor_mode, kind.Scalar_mode)
-    },
+    **dict.fromkeys((_aten.div.Tensor_mode, _aten.div.Scalar_mode), _quotient),
     **dict.fromkeys(
         (
             _aten.grid_sampler.default,
