@@ -205,6 +205,19 @@ def test_uses_of_a_tied_table_that_cancel_are_measured_as_added():
     assert 0 < both.squares.sqrt() == pytest.approx(float(view.double().norm()), rel=1e-5)
 
 
+def test_indices_of_a_small_table_are_not_sorted(monkeypatch):
+    """Sorting takes longer than a table for each record, as of relative positions."""
+    torch.manual_seed(0)
+    index, g, c = torch.randint(3, (5, 8)), torch.randn(5, 8, 2), torch.rand(5)
+    monkeypatch.setattr(torch.Tensor, "argsort", lambda *_, **__: pytest.fail("sorted"))
+    found, view = part([Lookup(index, g, 3, 0)], Space()), torch.zeros(3, 2)
+    each = nn.functional.one_hot(index, 3).float().mT @ g
+    each[:, 0] = 0
+    assert torch.allclose(found.squares.float(), each.square().sum((1, 2)))
+    found.add(c, None, view)
+    assert torch.allclose(view, torch.einsum("b,bve->ve", c, each), atol=1e-6)
+
+
 class Given(nn.Module):
     """ℓ = a·(scores by a table) + b·(rows of it) for y = (a, b), behind a ReLU at its kink."""
 

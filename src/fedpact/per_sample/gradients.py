@@ -307,8 +307,10 @@ class Lookup(Share):
             index = index[:, -1:].repeat(1, index.shape[1]).scatter_(1, run, index)
         return index, g
 
-    def special(self) -> Part:
-        """One row for each pair (record, index) that occurs: no table a record is ever built."""
+    def special(self) -> Part | None:
+        """One row for each pair (record, index) that occurs, unless a table is no larger than g."""
+        if self.size <= self._g[0].numel():
+            return None
         index, g = self.distinct()
         squares = square_sums(g)
 
