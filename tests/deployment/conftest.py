@@ -35,16 +35,23 @@ def clock(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def make():
-    """make(directory, choices, **plan) writes a deployment whose server has a port of its own."""
+def make(tmp_path_factory):
+    """make(directory, choices, **plan) writes a deployment whose server has a port of its own.
+
+    For a plan that was asked for before it is a copy, keys and port too, as one runs at a time.
+    """
+    found = {}
 
     def new_deployment(directory: Path, choices=None, **plan) -> Path:
-        chosen = Choices(port=free_port(), **(choices or {}))
-        write_deployment(directory, Plan.parse({**PLAN, **plan}), chosen)
-        for path in directory.glob("sites/*/policy.toml"):
-            # Tests change plans and federations; tests/deployment/test_approval.py is of approvals.
-            path.write_text(path.read_text().replace("approvals = 1", "approvals = 0"))
-        return directory
+        key = json.dumps([choices, plan], sort_keys=True)
+        if key not in found:
+            found[key] = tmp_path_factory.mktemp("made") / "d"
+            chosen = Choices(port=free_port(), **(choices or {}))
+            write_deployment(found[key], Plan.parse({**PLAN, **plan}), chosen)
+            for path in found[key].glob("sites/*/policy.toml"):
+                # Tests change plans and federations; test_approval.py is of approvals.
+                path.write_text(path.read_text().replace("approvals = 1", "approvals = 0"))
+        return Path(shutil.copytree(found[key], directory))
 
     return new_deployment
 
@@ -77,27 +84,13 @@ def identity():
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 
-@pytest.fixture(scope="session")
-def copied(make, tmp_path_factory):
-    """As `make`, but a copy of what was written for the same plan: no port of it is used."""
-    found = {}
-
-    def new(directory: Path, choices=None, **plan) -> Path:
-        key = json.dumps([choices, plan], sort_keys=True)
-        if key not in found:
-            found[key] = make(tmp_path_factory.mktemp("copied") / "d", choices, **plan)
-        return Path(shutil.copytree(found[key], directory))
-
-    return new
-
-
 @pytest.fixture
-def federate(copied, tmp_path, in_memory):
+def federate(make, tmp_path, in_memory):
     """federate(choices, name, **plan) -> grid.Run, whose ledgers are closed in the end."""
     made = []
 
     def new(choices, name="d", **plan):
-        directory = copied(tmp_path / name, choices, **plan)
+        directory = make(tmp_path / name, choices, **plan)
         if plan.get("privacy", {}).get("honest"):
             allow(directory)
         made.append(Run(directory))

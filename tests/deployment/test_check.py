@@ -53,14 +53,14 @@ def write(path, found):
 
 
 @pytest.fixture
-def sites(copied, tmp_path):
+def sites(make, tmp_path):
     """sites(table, ...) -> a deployment whose sites read these tables, and the sites' homes."""
 
     def new(*tables, choices=None, name="d", **plan):
         study = write(tmp_path / "study.csv", rows())
         whole = {"data": str(study), "label": "out", "rounds": 2, "sites": len(tables), **plan}
         whole |= {"records": {"classes": ["n", "y"], "columns": COLUMNS}}
-        where = copied(tmp_path / name, {"records": False, **(choices or {})}, **whole)
+        where = make(tmp_path / name, {"records": False, **(choices or {})}, **whole)
         homes = sorted((where / "sites").iterdir())
         for home, table in zip(homes, tables, strict=True):
             path = home / "site.toml"
@@ -175,8 +175,8 @@ def test_check_prints_no_row_numbers(sites, tmp_path, monkeypatch):
     assert told.stderr == ""
 
 
-def test_up_refuses_files_for_an_existing_flower_federation(copied, tmp_path):
-    where = copied(tmp_path / "d")
+def test_up_refuses_files_for_an_existing_flower_federation(make, tmp_path):
+    where = make(tmp_path / "d")
     packaging.write_package(where, "flower", 8443)
     told = CliRunner().invoke(app, ["deploy", "up", str(where)])
     assert f"flwr run {where / 'app'}" in str(told.exception)
@@ -312,9 +312,9 @@ def test_a_server_has_no_records_to_check(sites, tmp_path):
     assert "not a site's directory" in str(told.exception)
 
 
-def test_arrays_and_persons_are_checked_alike(copied, tmp_path):
+def test_arrays_and_persons_are_checked_alike(make, tmp_path):
     """As they are written for trying: images, and rows with a person each."""
-    home = copied(tmp_path / "d") / "sites" / "site-00"
+    home = make(tmp_path / "d") / "sites" / "site-00"
     found = check_site(home)
     assert (found.problems, [one.name for one in found.columns]) == ([], ["all values"])
     assert sum(found.classes.values()) == found.used == found.records

@@ -172,8 +172,8 @@ def listening(tmp_path):
 
 
 @pytest.mark.usefixtures("clock", "in_memory")
-def test_app_passes_on_what_sites_sign(copied, tmp_path, listening):
-    where = copied(tmp_path / "d", None, rounds=2, sites=2)
+def test_app_passes_on_what_sites_sign(make, tmp_path, listening):
+    where = make(tmp_path / "d", None, rounds=2, sites=2)
     homes = sorted((where / "sites").iterdir())
     nodes = [Node(10 + i, listening(home)) for i, home in enumerate(homes)]
     coordinator, records = Coordinator.of(where / "server"), []

@@ -91,8 +91,9 @@ def test_a_site_present_last_round_gets_differences(federation):
     assert [record.bytes_down for record in records[1:]] == lengths
 
 
-@pytest.mark.parametrize("secure", [{}, {"threshold": 2}])
-@pytest.mark.parametrize("others", [1, 3])
+@pytest.mark.parametrize(
+    ("secure", "others"), [({}, 1), ({"threshold": 2}, 1), ({"threshold": 2}, 3)]
+)
 def test_a_site_with_another_start_gets_the_servers(federation, undisturbed, secure, others):
     """As where another version of a library draws other weights from the plan's seed."""
     plan = {"secure_aggregation": secure} if secure else {}
@@ -120,27 +121,33 @@ def test_without_retry_other_starts_get_the_servers_model(federate):
     assert [record.refused for record in run()[1:]] == [{}] * 4
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_restarted_site_gets_the_whole_model(federation, undisturbed, lost):
+def test_a_restarted_site_gets_the_whole_model(federation, undisturbed):
     """With or without a reply that was lost before: it is charged once a round, as the others."""
     run = federation()
-    node, done = run.nodes[1], []
+    _, losing, keeping = run.nodes
 
-    def behave(message, answer):
-        if from_bytes(node.heard[-1]).round == 3 and not done:
-            done.append(1)
-            if lost:
-                answer()
-            restart(node)
-            if lost:
-                return None
-        return answer()
+    def restarts(node, lost):
+        done = []
 
-    node.behave = behave
+        def behave(message, answer):
+            if from_bytes(node.heard[-1]).round == 3 and not done:
+                done.append(1)
+                if lost:
+                    answer()
+                restart(node)
+                if lost:
+                    return None
+            return answer()
+
+        node.behave = behave
+
+    restarts(losing, True)
+    restarts(keeping, False)
     records = run()
     assert [record.refused for record in records[1:]] == [{}] * 4
-    asked = [(1, START), (2, SHORT), *[(3, SHORT)] * (1 + lost), (3, WHOLE), (4, SHORT)]
-    assert tasks_of(node) == asked
+    for node, times in ((losing, 2), (keeping, 1)):
+        asked = [(1, START), (2, SHORT), *[(3, SHORT)] * times, (3, WHOLE), (4, SHORT)]
+        assert tasks_of(node) == asked
     assert [charged(each) for each in run.nodes] == [8, 8, 8]
     assert torch.equal(model_of(run), undisturbed())
 
@@ -170,8 +177,8 @@ def test_a_restarted_server_continues_with_differences(federation, undisturbed):
     assert torch.equal(model_of(run), undisturbed())
 
 
-@pytest.mark.parametrize("secure", [{}, {"secure_aggregation": {"threshold": 2}}])
-def test_all_restarted_sites_get_the_whole_model(federation, undisturbed, secure):
+def test_all_restarted_sites_get_the_whole_model(federation, undisturbed):
+    secure = {"secure_aggregation": {"threshold": 2}}
     run = federation(**secure)
     server_dies(run)
     for node in run.nodes:

@@ -282,9 +282,9 @@ def test_memory_follows_included_rounds_across_restart(make, tmp_path):
 
 
 @pytest.mark.parametrize("how", [{"algorithm": "fedfdp"}, {"algorithm": "mr_mtl"}])
-def test_another_run_in_a_directory_begins_with_no_memory(copied, tmp_path, how):
+def test_another_run_in_a_directory_begins_with_no_memory(make, tmp_path, how):
     """Its answers are those of a directory in which no run was before."""
-    whole = copied(tmp_path / "d", {"seeds": "test"}, settings={}, **FLOATS, **how)
+    whole = make(tmp_path / "d", {"seeds": "test"}, settings={}, **FLOATS, **how)
     used, fresh = (whole / "sites" / "site-00", tmp_path / "fresh")
     numbers = {"loss": 2.0} if how["algorithm"] == "fedfdp" else {}
     replies = {}
