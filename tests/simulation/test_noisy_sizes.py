@@ -104,15 +104,15 @@ def test_a_resumed_run_has_the_same_sizes_and_charges_them_once(tmp_path, monkey
 
 
 def test_no_size_is_shown_before_it_is_charged(tmp_path, capsys):
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(plan().model_dump(mode="json")))
+    file, asked = tmp_path / "plan.json", plan(privacy={"sizes": "noisy", "accountant": "rdp"})
+    file.write_text(json.dumps(asked.model_dump(mode="json")))
     command.plan(file, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert [terms["size"] for terms in document["sites"].values()] == [None] * 3
     command.plan(file, optimise=True)
     shown = capsys.readouterr().out
     assert shown.count("noisy") == 3
-    for name, size in true_sizes(plan()).items():
-        released = SimulationSetup.of(plan()).terms[name].size
+    for name, size in true_sizes(asked).items():
+        released = SimulationSetup.of(asked).terms[name].size
         for number in (size, round(released)):
             assert not re.search(rf"(?<![\d.]){number}(?![\d%])", shown)

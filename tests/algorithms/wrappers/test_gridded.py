@@ -370,7 +370,7 @@ def test_returning_sites_model_stays_within_the_byte_budget(missing):
     # Before anything was sent a reply may be half as long as the model.
     least = len(Recorded.sites) * (2 * D + 2000)
     assert least < 3 * sent[1]
-    for allowed in range(least, sum(sent), sent[-1] // 3):
+    for allowed in range(least, sum(sent), 2 * sent[-1] // 3):
         plan = plan_of(rounds=14, budget={"bytes": allowed})
         found = [r for _, r in rounds_of(plan, Recorded(plan, absent), start)]
         assert found
