@@ -76,46 +76,59 @@ def _checked(orders: tuple[float, ...]) -> FloatArray:
 
 def _log_moments(q: float, sigma: float, orders: FloatArray) -> FloatArray:
     """log A_α for every order; NaN or negative where the arithmetic fails."""
-    whole = orders == np.floor(orders)
-    values = np.empty_like(orders)
-    values[whole] = [_log_moment(q, sigma, int(a)) for a in orders[whole]]
-    if not whole.all():
-        values[~whole] = _fractional(q, sigma, orders[~whole])
+    first = np.floor(orders)
+    between = orders != first
+    # [3, orders]: those between two whole orders need the next two as well.
+    around = first + np.arange(3)[:, None] * between
+    whole, places = np.unique(around, return_inverse=True)
+    at = _whole_moments(q, sigma, tuple(whole))[places.reshape(around.shape)]
+    values = at[0]
+    if between.any():
+        values[between] = _fractional(q, sigma, orders[between], at[:, between])
     return values
 
 
-def _log_moment(q: float, sigma: float, order: int) -> float:
+def _whole_moments(q: float, sigma: float, orders: tuple[float, ...]) -> FloatArray:
     """log A_α = log(1 + Σ_{k>=2} C(α,k) (1-q)^(α-k) q^k (exp((k²-k)/(2σ²)) - 1)), whole α.
 
     The binomial weights sum to 1; taking the 1 out keeps every digit of a tiny A_α - 1.
+    orders: ascending. All of their terms lie in one array, one order's behind the other's.
     """
-    if order == 1:
-        return 0.0
-    k, log_binomial = _binomials(order)
+    if orders[0] == 1:
+        return np.concatenate([[0.0], _whole_moments(q, sigma, orders[1:])])
+    log_binomial, rest, power, starts = _binomials(orders)
+    k = np.arange(2, orders[-1] + 1)
     x = k * (k - 1) / (2 * sigma**2)
-    log_expm1 = x + np.log(-np.expm1(-x))
-    terms = log_binomial + (order - k) * math.log1p(-q) + k * math.log(q) + log_expm1
-    top = float(terms.max())
-    return float(np.logaddexp(0.0, top + math.log(float(np.sum(np.exp(terms - top))))))
+    with_power = k * math.log(q) + x + np.log(-np.expm1(-x))
+    terms = log_binomial + rest * math.log1p(-q) + with_power[power]
+    top = np.maximum.reduceat(terms, starts)
+    shares = np.exp(terms - np.repeat(top, np.diff(starts, append=len(terms))))
+    return np.logaddexp(0.0, top + np.log(np.add.reduceat(shares, starts)))
 
 
-@lru_cache(maxsize=512)
-def _binomials(order: int) -> tuple[FloatArray, FloatArray]:
-    k = np.arange(2, order + 1, dtype=np.float64)
-    return k, gaussian.log_binomial(np.float64(order), k)
+@lru_cache(maxsize=16)
+def _binomials(
+    orders: tuple[float, ...],
+) -> tuple[FloatArray, FloatArray, NDArray[np.int64], NDArray[np.int64]]:
+    """log C(α,k), α - k and k - 2 for k = 2, ..., α of each order, and where each one's begin."""
+    each = [np.arange(2, a + 1) for a in orders]
+    log_binomial = [
+        gaussian.log_binomial(np.float64(a), k) for a, k in zip(orders, each, strict=True)
+    ]
+    starts = np.cumsum([0, *map(len, each)])[:-1]
+    k = np.concatenate(each)
+    rest = np.repeat(orders, [len(one) for one in each]) - k
+    return np.concatenate(log_binomial), rest, k.astype(np.int64) - 2, starts
 
 
-def _fractional(q: float, sigma: float, orders: FloatArray) -> FloatArray:
+def _fractional(q: float, sigma: float, orders: FloatArray, at: FloatArray) -> FloatArray:
     """log A_α for fractional α by two series, or the bound convexity gives where they fail.
 
-    log A is convex in α and log A_1 = 0: the chord between the whole orders around α lies above
-    it, the chord beyond them below.
+    at: log A at the whole orders floor(α), floor(α) + 1 and floor(α) + 2, [3, orders]. log A is
+    convex in α and log A_1 = 0: the chord between the whole orders around α lies above it, the
+    chord beyond them below.
     """
     first = np.floor(orders)
-    known = {int(n) + i: 0.0 for n in first for i in range(3)}
-    for n in known:
-        known[n] = _log_moment(q, sigma, n)
-    at = [np.array([known[int(n) + i] for n in first]) for i in range(3)]
     above = at[0] + (orders - first) * (at[1] - at[0])
     below = at[1] - (first + 1 - orders) * (at[2] - at[1])
     values = np.empty_like(orders)
@@ -136,7 +149,9 @@ def _two_series(q: float, sigma: float, orders: FloatArray, count: int) -> Float
     z0 = sigma**2 * math.log(1 / q - 1) + 0.5
     # [2, orders, terms]: the first series has the powers q^k, the second q^(α-k).
     power = np.stack([np.broadcast_to(k, log_binomial.shape), a - k])
-    log_tail = gaussian.special().log_ndtr(np.stack([z0 - power[0], power[1] - z0]) / sigma)
+    log_ndtr = gaussian.special().log_ndtr
+    tails = log_ndtr((z0 - k) / sigma), log_ndtr((power[1] - z0) / sigma)
+    log_tail = np.stack(np.broadcast_arrays(*tails))
     weight = (a - power) * math.log1p(-q) + power * math.log(q)
     growth = power * (power - 1) / (2 * sigma**2)
     exponent = log_binomial + weight + growth + log_tail
