@@ -17,10 +17,12 @@ SHOWN = {
 }
 # Parties of a deployment are processes of Flower's: a minute.
 SLOW = {"deployment": ("epsilon_per_run", "ε spent of ε allowed", "reserved")}
-# How figures are drawn, which takes most of the time, is tested in tests/common/test_notebook.py.
+# How figures are drawn, which takes most of the time, is tested in tests/common/test_notebook.py, and
+# the processes of a comparison in tests/studies/test_compare.py.
 UNDRAWN = """
 from fedpact.report.drawing import Chart
-Chart.svg = property(lambda chart: f"<svg>{chart.title}</svg>")
+from fedpact.studies.pool import Job
+Chart.svg, Job.here = property(lambda chart: f"<svg>{chart.title}</svg>"), True
 """
 
 

@@ -161,7 +161,7 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
             federation.kill(name, choose.choice(["party", "child", "both"]))
         federation.finish(rounds)
         # Once more, after the end: the server finds that there is nothing left to do.
-        federation.kill("server")
+        federation.numbers |= federation.parties.start("server")
         federation.finish(rounds)
         check_ledgers(directory, rounds + spare, each)
     finally:
