@@ -5,9 +5,8 @@ The tests that draw fail by chance with probability 1e-6 or less each, as noted 
 
 import copy
 import math
+import os
 import pickle
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -166,27 +165,27 @@ def test_noise_is_added_on_the_grid_with_its_deviation():
     assert not variance_is_one(1.1 * z)
 
 
-FORK = """
-import os, torch
-from fedpact.common.randomness.secure import SecureDraws
-draws = SecureDraws()
-draws.batch(3, 0.5, 0)
-reader, writer = os.pipe()
-for _ in range(2):
-    if os.fork() == 0:
-        os.write(writer, b"%d\\n" % draws._own.stream.words(1)[0])
-        os._exit(0)
-    os.wait()
-os.write(writer, b"%d\\n" % draws._own.stream.words(1)[0])
-print(os.read(reader, 1000).decode())
-"""
-
-
+@pytest.mark.filterwarnings("ignore:.*fork")  # what a process with threads is told
 def test_a_fork_takes_a_new_key():
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, check=True
-    )
-    words = run.stdout.split()
+    draws = SecureDraws()
+    draws.batch(3, 0.5, 0)
+    reader, writer = os.pipe()
+
+    def tell():
+        os.write(writer, b"%d\n" % draws._own.stream.words(1)[0])
+
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                tell()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    tell()
+    os.close(writer)
+    with open(reader, "rb") as told:
+        words = told.read().split()
     assert len(words) == len(set(words)) == 3
 
 
