@@ -17,8 +17,8 @@ SHOWN = {
 }
 # Parties of a deployment are processes of Flower's: a minute.
 SLOW = {"deployment": ("epsilon_per_run", "ε spent of ε allowed", "reserved")}
-# How figures are drawn, which takes most of the time, is tested in tests/common/test_notebook.py, and
-# the processes of a comparison in tests/studies/test_compare.py.
+# How figures are drawn, which takes most of the time, is tested in tests/common/test_notebook.py,
+# and the processes of a comparison in tests/studies/test_compare.py.
 UNDRAWN = """
 from fedpact.report.drawing import Chart
 from fedpact.studies.pool import Job

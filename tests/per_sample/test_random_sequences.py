@@ -7,7 +7,7 @@ from torch import nn
 
 from fedpact.common.losses import cross_entropy
 
-FEW = settings(max_examples=12, deadline=None, derandomize=True)
+FEW = settings(max_examples=6, deadline=None, derandomize=True)
 
 
 @st.composite
