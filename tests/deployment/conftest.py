@@ -43,7 +43,7 @@ def make(tmp_path_factory):
     found = {}
 
     def new_deployment(directory: Path, choices=None, **plan) -> Path:
-        key = json.dumps([choices, plan], sort_keys=True)
+        key = json.dumps([choices, plan], sort_keys=True, default=repr)
         if key not in found:
             found[key] = tmp_path_factory.mktemp("made") / "d"
             chosen = Choices(port=free_port(), **(choices or {}))
