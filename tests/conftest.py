@@ -57,7 +57,7 @@ torch.set_num_threads(1)
 _MEMORY = "/dev/shm"
 _room = shutil.disk_usage(_MEMORY).free if os.path.isdir(_MEMORY) else 0
 if "TMPDIR" not in os.environ and _room > 2**32:
-    os.environ["TMPDIR"] = tempfile.tempdir = _MEMORY
+    tempfile.tempdir = _MEMORY
 
 _SYNC = os.fsync
 
