@@ -237,8 +237,8 @@ class HashChain(Chained):
 
 def _unusable(path: Path, error: OSError) -> LedgerError:
     return LedgerError(
-        f"ledger {path} cannot be used ({error.strerror}): expected a file on a disk with locks "
-        "that this process may write; nothing is released without one"
+        f"ledger {path} cannot be used ({error.strerror}): expected a file on a disk with room and "
+        "locks that this process may write; nothing is released without one"
     )
 
 
