@@ -216,10 +216,10 @@ class _Memory:
 
     def after(self, included: int) -> State:
         """Return the memory as of the last included round, -1 for none."""
-        return self._version(included)[0]
+        return self._select(included)[0]
 
     def keep(self, task: Task, memory: State) -> None:
-        old = self._version(task.included)
+        old = self._select(task.included)
         new = memory if memory.vectors or memory.numbers else _NOTHING, task.round
         # Most algorithms have no memory; then nothing is written.
         if any(state is not _NOTHING for state, _ in (old, new, self._old, self._new)):
@@ -229,7 +229,7 @@ class _Memory:
         # If writing fails, memory is unchanged and the next task tries again.
         self._old, self._new = old, new
 
-    def _version(self, included: int) -> tuple[State, int]:
+    def _select(self, included: int) -> tuple[State, int]:
         return self._new if self._new[1] == included > self._old[1] else self._old
 
 

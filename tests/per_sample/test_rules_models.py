@@ -215,12 +215,12 @@ def test_functions_of_weights_are_pulled_back_at_once(keep, monkeypatch):
     each = kernel.alone(x, y)
     kernel.clipped_sum(x, y, 1.0)
     calls, grad = [], torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(a) or grad(*a, **k))
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(k) or grad(*a, **k))
     monkeypatch.setattr(norms, "KEEP_BYTES", keep)
     found = kernel.clipped_sum(x, y, 1.0)
     expected = (each * (1 / each.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
     assert (found - expected).norm() <= 1e-12 * expected.norm()
-    assert len(calls) == 2 or keep == 1
+    assert sum("is_grads_batched" in one for one in calls) == 1 or keep == 1
 
 
 class Sentence(nn.Module):

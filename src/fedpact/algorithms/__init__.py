@@ -195,6 +195,8 @@ def load(name: str) -> Any:
                 f"and it lacks {lacking}; see docs/how-to/extend.md"
             )
         return found
+    if name not in _modules():
+        _modules.cache_clear()  # its file may be new
     places = _modules()
     if name not in places:
         known = sorted(places)

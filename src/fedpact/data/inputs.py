@@ -159,7 +159,7 @@ def table_of(
     columns = found.cells
     if not labelled:
         roles = Roles(*(column if column in columns else None for column in roles))
-    for role, column in roles._asdict().items():
+    for role, column in zip(("label", "site", "person"), roles, strict=True):
         if column is not None or (role == "label" and labelled):
             check_role(origin, role, column, columns)
     named = [column for column in roles if column is not None]

@@ -462,7 +462,9 @@ def _pulled(
             )
         of = zip(cast(tuple[Tensor | None, ...], found), inputs, strict=True)
         none = rows[0].new_zeros
-        return [none(len(rows[0]), w.numel()) if v is None else v.flatten(1) for v, w in of]
+        return [
+            none(len(rows[0]), w.numel()) if v is None else v.reshape(len(v), -1) for v, w in of
+        ]
 
     def by_chunk(node: Node, weight: Node) -> Share:
         def function(rows: Tensor) -> Tensor:
