@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fedpact.common.errors import DataError
+from fedpact.data.cells import arrow_cells
 from fedpact.data.dataset import RecordFilter
 from fedpact.data.inputs import columns_of
 from fedpact.data.load import from_arrays, from_python, load_dataset, load_site
@@ -215,6 +216,14 @@ def test_masks_in_a_table_are_refused_whatever_is_in_them(cells, tmp_path):
     form = RecordForm(target=LabelForm(kind="pixels"))
     with pytest.raises(DataError, match="expected arrays x and y"):
         load_site(tmp_path / "t.parquet", "y", ("a", "b"), (1,), "float32", form)[0]
+
+
+def test_numbers_of_parquet_stay_an_array_and_name_classes_by_their_own_type(tmp_path):
+    table = pa.table({"v": [1.5, 2.0], "y": pa.array([0.1, 0.5], pa.float32())})
+    assert isinstance(arrow_cells(table["v"]), np.ndarray)
+    parquet.write_table(table, tmp_path / "t.parquet")
+    data = load_dataset(str(tmp_path / "t.parquet"), "y", classes=["0.1", "0.5"])
+    assert data.y.tolist() == [0, 1]
 
 
 def test_pandas_periods_are_no_numbers(tmp_path):

@@ -29,6 +29,7 @@ from fedpact.common.errors import DataError
 from fedpact.common.format import list_some
 
 Cells = Sequence[Any]
+"""A column's cells. Numbers of Parquet, if none is missing, are an array, which is read as one."""
 
 _NARROW: Final = {
     "float16": np.float16,
@@ -56,8 +57,10 @@ def arrow_cells(column: Any, *, period: bool = False) -> Cells:
     if not (types.is_integer(kind) or types.is_floating(kind)):
         return [_arrow_cell(one) for one in column]
     column = column.cast(kind)
-    missing = column.is_null().to_numpy().tolist()
     values = column.fill_null(pyarrow.scalar(0).cast(kind)).to_numpy()
+    if not column.null_count:
+        return values
+    missing = column.is_null().to_numpy().tolist()
     return [None if m else value for value, m in zip(values, missing, strict=True)]
 
 
@@ -183,7 +186,7 @@ _NUMBERS: Final = {
 
 def to_numbers(cells: Cells) -> np.ndarray:
     """Return cells as float64 [n]: 1 and 0 for true and false, also as words; NaN otherwise."""
-    if {*map(type, cells)} <= _NUMBERS:
+    if isinstance(cells, np.ndarray) or {*map(type, cells)} <= _NUMBERS:
         with suppress(OverflowError):  # of a whole number beyond any float
             return np.array(cells, np.float64)
     from pandas import to_numeric

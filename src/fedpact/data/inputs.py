@@ -189,7 +189,8 @@ def table_of(
     sieve = RecordFilter(origin, len(next(iter(x.values()))), 1)
     for row, why in found.broken.items():
         sieve.leave_out(row, "", why)
-    y, *names = (None if name is None else columns[name] for name in roles)
+    # A cell is named as it is, where the numbers of an array would be converted together.
+    y, *names = (None if name is None else list(columns[name]) for name in roles)
     titles = found.titles.get(str(roles.label))
     if y is not None and titles:
         y = [titles[int(cell)] if cell in range(len(titles)) else None for cell in y]
