@@ -164,6 +164,8 @@ def test_arrays_and_parquet_are_drafted_alike(table, tmp_path):
     form = tomllib.loads(confirmed(draft(tmp_path / "a.npz", {})[0]))["records"]
     assert (form["low"], form["high"]) == (0, 300)
     RecordForm.model_validate(form)
+    np.savez(tmp_path / "b.npz", x=np.array([[b"1"], [b"2"]]), y=np.arange(2))
+    assert "# found: numbers, 1 to 2" in draft(tmp_path / "b.npz", {})[0]
     arrow = pytest.importorskip("pyarrow", reason="reads Parquet: the extra `parquet`")
     from pyarrow import parquet
 

@@ -93,8 +93,8 @@ class ColumnCells:
     @staticmethod
     def of(name: str, cells: Cells | np.ndarray) -> "ColumnCells":
         """Read the cells [n] of a column."""
-        if isinstance(cells, np.ndarray) and cells.dtype.kind == "U":
-            cells = cells.tolist()
+        if isinstance(cells, np.ndarray) and cells.dtype.kind not in "biuf":
+            cells = list(cells)
         if isinstance(cells, np.ndarray):
             x, blank = cells.astype(np.float64), np.isnan(cells)
         else:
