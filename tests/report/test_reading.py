@@ -49,6 +49,16 @@ def test_a_damaged_file_is_named(build: Build, name: str, content: str) -> None:
         read_run(folder)
 
 
+@pytest.mark.parametrize("counts", ["x", [["a"]], [[1], [1, 2]], [[1]]])
+def test_a_partition_with_other_counts_is_refused_before_anything_is_drawn(
+    build: Build, counts: object
+) -> None:
+    folder = build(SITES)
+    change(folder, "partition", label_counts=counts)
+    with pytest.raises(DataError, match="are not what `fedpact run` writes"):
+        read_run(folder)
+
+
 @pytest.mark.parametrize("read", [read_run, lambda path: Folder(path).read_json("plan.json")])
 def test_a_comparisons_folder_is_told_from_a_runs(
     tmp_path: Path, read: Callable[[Path], object]

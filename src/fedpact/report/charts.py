@@ -299,8 +299,7 @@ def draw_labels(run: RunSummary) -> Chart | None:
     if not run.partition:
         return None
     title, sites = "Who holds what", run.partition["sites"]
-    labels = [str(label) for label in run.partition["classes"]]
-    counts = np.array(run.partition["label_counts"], dtype=float)
+    labels, counts = run.partition["classes"], run.partition["label_counts"]
     many = len(sites) > MANY
     if many:
         # Sorted by their most frequent label, even a thousand sites show how uneven they are.

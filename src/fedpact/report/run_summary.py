@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from fedpact.common.errors import DataError
 from fedpact.common.format import size
 from fedpact.common.messages import RoundRecord, SiteScore
@@ -396,8 +398,9 @@ def _without_records(partition: Document) -> Document:
     """Return a partition with a digest in place of the records' numbers, which may be many."""
     records = json.dumps([partition["train"], partition.get("held_out")], sort_keys=True)
     digest = hashlib.blake2b(records.encode(), digest_size=16).hexdigest()
-    kept = {key: partition[key] for key in ("classes", "label_counts")}
-    return {"sites": [*partition["train"]], **kept, "digest": digest}
+    sites, classes = [*partition["train"]], [*map(str, partition["classes"])]
+    counts = np.array(partition["label_counts"], np.float64).reshape(len(sites), len(classes))
+    return {"sites": sites, "classes": classes, "label_counts": counts, "digest": digest}
 
 
 def _read(path: Path, *, needed: bool = True) -> Document:
