@@ -31,6 +31,24 @@ def test_a_data_set_holds_no_value_that_is_not_finite(bad):
 
 
 @pytest.mark.parametrize(
+    ("role", "given"),
+    [
+        ("column", {"features": ("a", "b\x1b[31m")}),
+        ("column", {"column": "image\x07"}),
+        ("class", {"classes": ("ill", "well\x9b2J")}),
+        ("site", {"site": ("north", "south\x08")}),
+    ],
+)
+def test_names_with_terminal_controls_are_refused(role, given):
+    names = {"classes": ("ill", "well"), **given}
+    with pytest.raises(DataError, match=rf"has a {role} '.*\\x.*': expected a name without"):
+        Dataset("d", torch.zeros(2, 2), torch.tensor([0, 1]), **names)
+    # Of texts the classes are the characters that they have.
+    if role == "class":
+        Dataset("d", torch.zeros(2, 2, dtype=torch.int64), torch.tensor([0, 1]), **names)
+
+
+@pytest.mark.parametrize(
     ("x", "y", "more", "message"),
     [
         (np.zeros((3, 2)), [0, 1], {}, "equal n"),
@@ -177,6 +195,7 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
         (CSV, "out", "out", "different columns"),
         (CSV, "out", None, "column city: is not a finite number"),
         ("x,x,y\n1,2,a\n", "y", None, "names each column once"),
+        ("x\x1b[31m,y\n1,a\n", "y", None, r"column 'x\\x1b\[31m': expected a name without"),
         ("x;y\n1,5;a\n", "y", None, "by ';', not by commas: expected .* points in"),
         ("x\ty\n1\ta\n", "y", None, r"by '\\t', not by commas"),
         ('x,y\n"1,5",a\n', "y", None, "a number with a point, not a comma"),

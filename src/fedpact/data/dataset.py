@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import counted, percent, toml, toml_key
+from fedpact.data.cells import check_names
 from fedpact.data.schema import RecordForm
 
 _logger = logging.getLogger("fedpact")
@@ -270,7 +271,7 @@ class Dataset:
     form: the declaration that the records were checked against; None after a replacement.
 
     Whoever makes one has checked its labels; see data.load. Raises DataError: a class named twice,
-    x_test of another shape than x, or a number that is not finite.
+    x_test of another shape than x, a number that is not finite, or a name with control characters.
     """
 
     name: str
@@ -296,6 +297,11 @@ class Dataset:
                 f"{len(set(self.classes))} of them different: expected at least one, and no name "
                 "twice; name every class once"
             )
+        # The classes of texts are characters, which may be control characters.
+        classes = self.classes if self.x.is_floating_point() else ()
+        columns = (*self.features, self.column or "")
+        for role, names in ("column", columns), ("class", classes), ("site", {*(self.site or ())}):
+            check_names(f"data set {self.name}", role, names)
         if self.x_test is not None and self.x_test.shape[1:] != self.x.shape[1:]:
             raise DataError(
                 f"data set {self.name}: a record of x has shape {tuple(self.x.shape[1:])}, one "
