@@ -81,6 +81,8 @@ def test_own_words_complement_what_a_run_states(tmp_path):
     folder, plain = tmp_path / "run", tmp_path / "plain"
     fedpact.run(Plan.parse(SMALL), folder)
     fedpact.run(Plan.parse(PLAIN), plain)
+    # Without privacy no more of a run has to be there.
+    (plain / "privacy.json").unlink()
     for weights, known in ((folder, "private run run, which spent"), (plain, "had no privacy")):
         said = {"weights": str(weights), "trained_on": "public"}
         plan = Plan.parse({**SMALL, "initial": said})

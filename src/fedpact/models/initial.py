@@ -335,10 +335,8 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str, str, str]:
     """
     run = file.parent
     try:
-        summary, plan, privacy = (
-            json.loads((run / f"{name}.json").read_bytes())
-            for name in ("summary", "plan", "privacy")
-        )
+        summary = json.loads((run / "summary.json").read_bytes())
+        plan = json.loads((run / "plan.json").read_bytes())
         wrote = sha256 in summary["weights"].values()
         if summary["private"] is False:
             return "", f"{plan['data']} by the run {run.name}, which had no privacy" * wrote, ""
@@ -353,7 +351,7 @@ def _told_by(file: Path, sha256: str | None) -> tuple[str, str, str]:
         others = f", given {summary['condition']}" * bool(summary.get("condition"))
         # Records that were held out pay for evaluations, which may have ended the run; those whose
         # answers were all lost may have been charged.
-        held = privacy["evaluation"] or {}
+        held = json.loads((run / "privacy.json").read_bytes())["evaluation"] or {}
         found = summary["evaluation"] or {"epsilon_spent": {"": held.get("epsilon_reserved", 0.0)}}
         cost = max([*spent.values(), *found["epsilon_spent"].values()])
         delta = max([*deltas.values(), held.get("delta", 0.0)])
