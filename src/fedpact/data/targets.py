@@ -91,7 +91,7 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
             f"a label is {largest}: expected class numbers from 0, and fewer classes than the "
             f"{records} records; number the classes 0, 1, 2, ... or store labels as names"
         )
-    if never := [str(k) for k in range(largest) if k not in {*found.tolist()}]:
+    if never := [*map(str, np.setdiff1d(np.arange(largest), found))]:
         told = f"the labels are numbers up to {largest}, and {list_some(never, 5)} never occur"
         if is_tokens(tables[0].features):
             raise DataError(
