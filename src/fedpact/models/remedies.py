@@ -28,6 +28,8 @@ def explain_failure(module: nn.Module, x: Tensor, count: int, error: Exception) 
             return "it takes no text with padding: choose another model"
     if told := _of_another_size(module, x):
         return told
+    if isinstance(module, NamedInputs) and (told := _of_another_kind(module)):
+        return told
     if not isinstance(module, NamedInputs) and x.dim() == 3 and not x.is_floating_point():
         return (
             f"it is given {tuple(x.shape[1:])}, tokens and their mask: name its inputs, as "
@@ -101,6 +103,28 @@ def make_whole_text(module: nn.Module, x: Tensor) -> Tensor:
             x[:, 0] = 2
         x[:, 1, -1] = 0
     return x
+
+
+def _of_another_kind(module: NamedInputs) -> str:
+    """Return what to take in place of a model of records that there are none of; "" if unknown."""
+    if {"input_ids", "pixel_values"} <= {*module.names}:
+        return (
+            "it reads a text together with an image, and a record is one of the two: choose a "
+            "model of texts, as AutoModelForSequenceClassification, or of images, as "
+            "AutoModelForImageClassification"
+        )
+    if module.called.endswith("MultipleChoice"):
+        return (
+            "it chooses among several texts, and a record is one text: make a record of each "
+            "choice, with a label of whether it is right, for AutoModelForSequenceClassification"
+        )
+    adapters = getattr(module.model, "peft_config", {}).values()
+    if any(getattr(one, "peft_type", "") == "PREFIX_TUNING" for one in adapters):
+        return (
+            "prefix tuning puts keys and values in front of a text's own, which this model may not "
+            "take: choose another kind of adapter, as peft.LoraConfig"
+        )
+    return ""
 
 
 def _passes(module: nn.Module, x: Tensor) -> bool:
