@@ -195,6 +195,7 @@ def test_sites_that_name_the_classes_agree_on_the_labels(tmp_path):
         (CSV, "out", "out", "different columns"),
         (CSV, "out", None, "column city: is not a finite number"),
         ("x,x,y\n1,2,a\n", "y", None, "names each column once"),
+        ("Ward report,,\nx,z,y\n1,2,a\n", "y", None, "delete lines above it, and columns without"),
         ("x\x1b[31m,y\n1,a\n", "y", None, r"column 'x\\x1b\[31m': expected a name without"),
         ("x;y\n1,5;a\n", "y", None, "by ';', not by commas: expected .* points in"),
         ("x\ty\n1\ta\n", "y", None, r"by '\\t', not by commas"),

@@ -1,7 +1,7 @@
 """Advice on the scaling of columns, and declarations for known public tables.
 
 A record's gradient grows with its numbers. Next to an age of 60 a value of 0 or 1 has almost no
-effect, and clipping shortens both alike. Of numbers of a thousandth noise is louder.
+effect, and clipping shortens both alike. Noise drowns numbers of a thousandth.
 
 NAME.toml, next to this file, has [records] for a plan on the data set NAME, from its description
 and general knowledge of such measurements.

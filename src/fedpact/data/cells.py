@@ -354,6 +354,7 @@ def _check_header(path: Path, content: bytes, header: list[str] | str) -> None:
         f"data file {path}: {'its first line ' + ' and '.join(told) if told else 'it is empty'}: "
         "expected a header line that names each column once, in UTF-8 text, with commas between "
         f"them and points in numbers{'; write each name on one line' * (header == _OPEN)}"
+        f"{'; delete lines above it, and columns without a name' * ([*header].count('') > 1)}"
         + (f"; convert it: {conversion(path, 'read_csv', **options)}" if options else "")
     )
 
