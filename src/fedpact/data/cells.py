@@ -198,7 +198,8 @@ _NUMBERS: Final = {
 
 def to_numbers(cells: Cells) -> np.ndarray:
     """Return cells as float64 [n]: 1 and 0 for true and false, also as words; NaN otherwise."""
-    if isinstance(cells, np.ndarray) or {*map(type, cells)} <= _NUMBERS:
+    numeric = isinstance(cells, np.ndarray) and cells.dtype.kind in "iuf"
+    if numeric or {*map(type, cells)} <= _NUMBERS:
         with suppress(OverflowError):  # of a whole number beyond any float
             return np.array(cells, np.float64)
     from pandas import to_numeric
