@@ -17,7 +17,7 @@ from fedpact.data.cells import read_columns, read_npz
 from fedpact.data.dataset import Dataset
 from fedpact.data.inputs import columns_of
 from fedpact.data.load import from_arrays, from_python, load_dataset
-from fedpact.data.schema import PlanRecords
+from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -59,6 +59,7 @@ def test_names_with_terminal_controls_are_refused(role, given):
         (np.zeros((3, 2)), [0, 1, 0], {"classes": ("a", "a")}, "no name twice"),
         (np.zeros((3, 2)), ["c", "d", "e"], {"classes": ("a", "b")}, "not one of the 2 classes"),
         (np.zeros((3, 2)), [0, 1, 0], {"site": ["a"]}, "1 entries for 3"),
+        (np.zeros((3, 2)), [0, 1, 0], {"person": ["a"]}, "1 entries for 3"),
         (np.zeros((3, 2)), [0, 1, 0], {"test": (np.zeros((1, 3)), [0])}, "equal shapes"),
         ([["a"], ["b"]], [0, 1], {}, "column 0: is not a finite number"),
         ([[math.nan], [math.inf]], [0, 1], {}, "column 0: is not a finite number"),
@@ -85,6 +86,11 @@ def test_arrays_become_a_data_set():
     assert data.site == ("1", "2", "1")
     assert from_arrays(x, [0, 2, 1]).x.dtype == torch.int64  # 64-bit integers are tokens
     assert from_arrays(torch.from_numpy(x), [0, 2, 1]).classes == ("0", "1", "2")
+
+
+def test_numbers_to_learn_stay_in_their_declared_range():
+    form = RecordForm(target=LabelForm(kind="number", low=0.0, high=4.0))
+    assert from_arrays(np.zeros((3, 1)), [-1.0, 3.0, 9.0], form=form).y.tolist() == [-1, 0.5, 1]
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64, str])
