@@ -106,7 +106,7 @@ def test_each_plans_best_continue_and_every_run_is_counted(tmp_path, monkeypatch
                 name=name,
                 base=at[name].base if at else name,
                 point=at.get(name),
-                private=True,
+                private=plan.private,
                 missing={},
                 spread=lambda of, plan=plan: SimpleNamespace(
                     mean=-abs(plan.settings[RATE[9:]] - BEST[plan.algorithm])
@@ -122,6 +122,8 @@ def test_each_plans_best_continue_and_every_run_is_counted(tmp_path, monkeypatch
     monkeypatch.setattr(searching, "reserved_events", lambda run: {})
     monkeypatch.setattr(searching, "store", lambda found: found)
     plans = {n: Plan.parse({"algorithm": n, "rounds": 4}) for n in BEST}
+    # A run without privacy costs nothing, and is searched beside the others.
+    plans["plain"] = Plan.parse({"rounds": 4, "privacy": {"mode": "none"}})
     points = [{RATE: rate} for rate in (0.1, 0.2, 0.9, 0.31)]
     found = search(plans, points, 2, tmp_path / "out", halving=2, counted=True)
     asked = [
@@ -133,11 +135,11 @@ def test_each_plans_best_continue_and_every_run_is_counted(tmp_path, monkeypatch
         for name, of in calls
     ]
     assert asked == [
-        ("rung-1", [0.1, 0.2, 0.9, 0.31] * 2, {(1, 0.2)}),
-        ("rung-2", [0.31, 0.2, 0.1, 0.2], {(2, 0.2)}),
-        ("out", [0.31, 0.1], {(4, 0.0)}),
+        ("rung-1", [0.1, 0.2, 0.9, 0.31] * 3, {(1, 0.2)}),
+        ("rung-2", [0.31, 0.2, 0.1, 0.2, 0.31, 0.2], {(2, 0.2)}),
+        ("out", [0.31, 0.1, 0.31], {(4, 0.0)}),
     ]
-    assert found.chosen == {"fedavg": {RATE: 0.31}, "fedprox": {RATE: 0.1}}
+    assert found.chosen == {"fedavg": {RATE: 0.31}, "fedprox": {RATE: 0.1}, "plain": {RATE: 0.31}}
     assert len(counted) == 14
     assert sum(map(len, counted.values())) == 28
 

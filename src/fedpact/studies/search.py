@@ -176,7 +176,8 @@ def search(
         _check_whole(found)
         ended = private_runs(found)
         for name in trials if counted else ():
-            _check_alike(ended[entry.name] for entry in found.entries if entry.base == name)
+            of = [entry.name for entry in found.entries if entry.base == name and entry.private]
+            _check_alike(ended[entry] for entry in of)
         tried |= {f"{folder.name}/{name}": runs for name, runs in ended.items()}
         best |= {name: _rank(found, name) for name in trials}
     chosen = {name: dict(of[0]) for name, of in best.items()}
