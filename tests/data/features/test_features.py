@@ -663,7 +663,9 @@ def test_whitening_is_cached_reports_progress_and_is_stable(tmp_path, monkeypatc
     monkeypatch.setattr(extract, "TELL_EVERY", 0.0)
     settings, x = FeatureSettings(kind="scattering", cells=1), made(3)
     first = Extractor(settings, SHAPE, 0, tmp_path)(x).x
-    assert "of 400 made images, to whiten by" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "of 400 made images, to whiten by" in told
+    assert "features of 3 of 3 records" in told
     (kept,) = (tmp_path / "cache" / "whitening").iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(extract, "generate_images", None)
