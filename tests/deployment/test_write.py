@@ -217,6 +217,16 @@ def test_a_choice_that_does_not_fit_leaves_nothing(tmp_path, choice, told):
     assert write_deployment(tmp_path / "d", plan, Choices()).address == "127.0.0.1:8443"
 
 
+def test_what_does_not_fit_leaves_a_folder_as_it_was(tmp_path):
+    """Also a link to one, which cannot be removed and made again."""
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(PlanError, match="retries"):
+        write_deployment(tmp_path / "link", Plan.parse({}), Choices(patience={"retries": -1}))
+    assert not list((tmp_path / "real").iterdir())
+    assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o700
+
+
 def test_nothing_is_written_over(written):
     with pytest.raises(PlanError, match="not empty"):
         write_deployment(written, Plan.parse({}), Choices())

@@ -218,8 +218,11 @@ def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federatio
         return _write(directory, plan, scene, choices, address)
     except BaseException:
         # An incomplete deployment could be mistaken for a complete one.
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(exist_ok=True)
+        for left in directory.iterdir():
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink()
         raise
 
 
