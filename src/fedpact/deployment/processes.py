@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,6 @@ from fedpact.common.errors import FedpactError, InputError, TransportLost
 from fedpact.common.files import LOCK, only_one
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment.flower import program
-from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.privacy.accounting.apart import apart
@@ -126,10 +125,18 @@ def run_site(directory: Path) -> None:
 def _held(directory: Path) -> Generator[None]:
     """Hold a party's directory for its process. Raises InputError: another one does."""
     end = time.monotonic() + _LOOK_SECONDS
-    # A process that tests the lock holds it for an instant.
-    while is_held(directory) and time.monotonic() < end:
+    while True:
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(only_one(directory / LOCK, f"{directory} is in use already"))
+                held = stack.pop_all()
+            break
+        except InputError:
+            # A process that tests the lock holds it for an instant.
+            if time.monotonic() > end:
+                raise
         time.sleep(_LOOK_SECONDS / 10)
-    with only_one(directory / LOCK, f"{directory} is in use already"):
+    with held:
         yield
 
 
