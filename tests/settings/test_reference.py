@@ -4,10 +4,12 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
@@ -60,6 +62,20 @@ def test_a_key_s_type_range_and_default_are_its_field_s():
         "inner.share", "number | [number, ...]", ">= 0, < 2^63", None, False, "What it is."
     )
     assert inner.about == "Of a name."
+
+
+def test_settings_of_a_user_s_algorithm_may_be_of_any_type():
+    """They are described whenever a plan names it, to tell unknown keys."""
+
+    class Settings(BaseModel):
+        model_config = ConfigDict(arbitrary_types_allowed=True)
+        rates: list = Field(default_factory=lambda: [0.5])
+        rule: Callable[[float], float] = math.sqrt
+        start: torch.Tensor | None = None
+
+    (table,) = reference.describe_class(Settings)
+    told = [(key.type, key.default) for key in table.keys]
+    assert told == [("[anything, ...]", [0.5]), ("anything", None), ("anything", None)]
 
 
 def uncommented(text: str) -> str:

@@ -14,6 +14,7 @@ import importlib
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -236,12 +237,28 @@ def _describe(name: str) -> Described:
 
 def describe_class(model: "type[BaseModel]", name: str = "") -> Iterator[KeyTable]:
     """Yield a class as a table, then the tables in it, each with all its keys."""
-    schema = model.model_json_schema()
+    schema = _schema_of(model)
     told = dict[str, tuple[str, str]]()
     for base in reversed(model.__mro__):
         for key, (symbol, meaning) in symbols(sys.modules[base.__module__].__doc__ or "").items():
             told[key] = symbol or told.get(key, ("", ""))[0], meaning
     return _tables(schema, schema.get("$defs", {}), name, told)
+
+
+def _schema_of(model: "type[BaseModel]") -> _Schema:
+    """Return the JSON schema of a class, which may be a user's own."""
+    from pydantic.json_schema import GenerateJsonSchema, NoDefault
+
+    class AnyClass(GenerateJsonSchema):
+        def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Any:  # noqa: ARG002
+            return {}  # what JSON lacks may be anything
+
+        def get_default_value(self, schema: Any) -> Any:
+            factory = schema.get("default_factory")
+            return factory() if factory else schema.get("default", NoDefault)
+
+    with warnings.catch_warnings(action="ignore"):  # of such a default
+        return model.model_json_schema(schema_generator=AnyClass)
 
 
 def _tables(
@@ -256,10 +273,9 @@ def _tables(
             below += _tables(defs[inner], defs, f"{full}.NAME" if named else full, {})
         if named or not inner:
             required = last in table.get("required", ())
-            empty = {"array": [], "object": {}}.get(str(value.get("type")))
             symbol, meaning = told.get(last, ("", ""))
             meaning = " ".join(value.get("description", meaning).split())
-            default = None if required else value.get("default", empty)
+            default = None if required else value.get("default")
             keys.append(Key(full, words, limits, default, required, meaning, symbol.strip("-")))
     about = " ".join(table.get("description", "").split("\n\n")[0].split())
     yield KeyTable(name, re.split(r"(?<=\.) (?=[A-Z`_a-z])", about)[0], tuple(keys))
@@ -327,7 +343,7 @@ def _describe_values(
         _, limits, inner, _ = _describe_values({} if values is True else values, defs)
         return "table", limits, inner, True
     if kind == "array":
-        one = value.get("items") or value["prefixItems"][0]
+        one = value.get("items") or value.get("prefixItems", [{}])[0]
         words, limits, inner, named = _describe_values(one, defs)
         return f"[{words}, ...]", limits, inner, named
     return _WORDS.get(kind, "anything"), ", ".join(own), None, False
