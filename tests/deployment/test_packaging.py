@@ -166,6 +166,16 @@ def test_compose_gives_each_party_what_it_needs_and_no_more(packaged):
         assert where / mounts["/party/ledger"]["source"] == home / "ledger"
 
 
+def test_a_site_keeps_its_name_when_its_files_are_moved(make, tmp_path):
+    names = ("ledger.jsonl", "records.npz")
+    where = make(tmp_path / "d", {"names": names}, sites=2)
+    packaging.write_package(where, "compose", 8443)
+    for name in names:
+        found = SiteSettings.read(where / "sites" / name)
+        assert (found.name, found.data_set) == (name, name)
+        assert (found.ledger, found.records) == ("ledger/ledger.jsonl", "records/records.npz")
+
+
 def test_compose_takes_words_of_yaml_for_names(tmp_path):
     names = {"no", "on", "null", "1e3", "007"}
     sites = {name: tmp_path / "sites" / name for name in names}

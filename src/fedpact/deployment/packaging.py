@@ -119,9 +119,9 @@ def _move_records_and_ledger(site: Path) -> None:
     if (own := site / "records.npz").exists():
         own.rename(site / "records" / own.name)
     settings = site / "site.toml"
-    _edit(settings, '"ledger.jsonl"', '"ledger/ledger.jsonl"')
-    _edit(settings, '"records.npz"', '"records/records.npz"')
-    _edit(settings, '"/path/to/records.csv"', '"records/records.csv"')
+    _edit(settings, 'ledger = "ledger.jsonl"', 'ledger = "ledger/ledger.jsonl"')
+    _edit(settings, 'records = "records.npz"', 'records = "records/records.npz"')
+    _edit(settings, 'records = "/path/to/records.csv"', 'records = "records/records.csv"')
 
 
 def _write_compose(path: Path, sites: dict[str, Path]) -> None:
