@@ -240,7 +240,9 @@ def test_test_seeds_are_refused_over_a_network(site_dir):
             Federation.read(path)
 
 
-@pytest.mark.parametrize("address", ["h:0", "h:65536", "h", "a..b:1", "[::1]:1", f"{'x' * 64}:1"])
+@pytest.mark.parametrize(
+    "address", ["h:0", "h:65536", "h:٨٤٤٣", "h", "a..b:1", "[::1]:1", f"{'x' * 64}:1"]
+)
 def test_an_address_that_cannot_be_is_refused(site_dir, address):
     """Port 99999 would be port 34463, and an impossible name ends a site with a traceback."""
     path = site_dir / "federation.toml"

@@ -81,6 +81,12 @@ def test_names_and_figures_of_any_form_are_read_back(written):
     assert site["label"] == 'ill "yes"'
 
 
+def test_a_policy_says_how_it_is_approved(site_dir):
+    text = " ".join((site_dir / "policy.toml").read_text().replace("#", "").split())
+    assert "with different names, 0 to 2, must sign" in text
+    assert "`fedpact deploy approve`" in text
+
+
 def test_files_with_a_byte_order_mark_are_read(deployment, site_dir):
     """As some editors write them."""
     for path in deployment.rglob("*.toml"):

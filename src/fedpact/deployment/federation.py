@@ -46,7 +46,7 @@ _OF_ONE_PARTY = ("about", "run", "policy", DEFAULTS_KEY)  # of plan.json
 
 # A host name or an IPv4 address, as the server does not listen on IPv6, and a port.
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_ADDRESS = re.compile(rf"(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?:(\d{{1,5}})")
+_ADDRESS = re.compile(rf"(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?:([0-9]{{1,5}})")
 
 
 def check_address(address: str) -> str:
@@ -104,9 +104,9 @@ class Federation(BaseModel):
 
     model_config = _FROZEN
     run: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    """The run's name."""
+    """The run's name; a site takes part only in this run."""
     address: Annotated[str, AfterValidator(check_address)]
-    """The server's address, host:port."""
+    """The server's address, host:port, as the sites reach it."""
     server_key: str
     """The server's public key, with which it signs tasks."""
     classes: tuple[str, ...] = Field(min_length=1)

@@ -32,9 +32,8 @@ class Policy(BaseModel):
     algorithms: tuple[str, ...]
     """Names of algorithms."""
     releases: tuple[str, ...]
-    """Names as in Terms.releases: channels (gradient, difference, loss, below), "opening
-    gradient" for the event that opens a round, and "size" for a noisy count of records. Unknown
-    names allow nothing."""
+    """Kinds of releases, such as "gradient"; "opening gradient" is that of the event that opens a
+    round, "size" a noisy count of records. Unknown names allow nothing."""
     epsilon_per_run: _Positive
     """The most that one run may reserve."""
     delta_per_run: _Share
@@ -54,7 +53,8 @@ class Policy(BaseModel):
     epsilon_alone_ever: _Positive | None = None
     """The most that all runs may reserve of the ε that trusts no site; given with `honest`."""
     approvals: Annotated[int, Field(ge=0, le=2, strict=True)] = 1
-    """How many people with different names must sign before a deployed site opens."""
+    """How many people with different names, 0 to 2, must sign (`fedpact deploy approve`) before a
+    deployed site opens."""
     unit: Literal["record", "person"] = "record"
     """What all (ε, δ) protect, under adding or removing one: "record", or "person" with all
     records. A run with the other unit is refused, as neither ε follows from the other."""
