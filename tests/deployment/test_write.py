@@ -97,7 +97,7 @@ def test_files_with_a_byte_order_mark_are_read(deployment, site_dir):
         assert find_outage(party) == f"no process runs in {party}"
 
 
-def test_a_servers_json_is_one_document(deployment, monkeypatch):
+def test_a_server_prints_one_document_or_lines_with_their_terms(deployment, monkeypatch):
     def run(directory, on_round):
         on_round(RoundRecord(round=1, epsilon={"a": 1.0}))
         return {"status": "finished"}
@@ -106,6 +106,8 @@ def test_a_servers_json_is_one_document(deployment, monkeypatch):
     done = CliRunner().invoke(app, ["deploy", "server", str(deployment / "server"), "--json"])
     assert done.exception is None, done.exception
     assert json.loads(done.stdout) == {"status": "finished"}
+    told = CliRunner().invoke(app, ["deploy", "server", str(deployment / "server")]).stdout
+    assert "each at its δ, adjacency and accountant as in plan.json\nround 1  ε 1 " in told
 
 
 def test_secrets_are_for_their_owner_only_and_no_two_are_alike(written):

@@ -54,6 +54,11 @@ from fedpact.simulation.workshop import TrainingSetup
 
 _log = logging.getLogger("fedpact.server")
 FILE: Final = "handed-over.json"
+TERMS: Final = (
+    "ε of a round: the largest of all sites, each at its δ, adjacency and accountant as in "
+    "plan.json"
+)
+"""Goes before the lines of describe_round."""
 
 
 def hand_over(folder: Folder, run: str, at: Checkpoint, transport: Transport) -> None:

@@ -266,10 +266,11 @@ def server(
 ) -> None:
     """Run the server until the run ends; started again, it resumes."""
     from fedpact.deployment import processes
-    from fedpact.deployment.server import describe_round
+    from fedpact.deployment.server import TERMS, describe_round
 
     out = plain_console()
     out.quiet = as_json
+    out.print(TERMS)
     summary = processes.run_server(directory, lambda record: out.print(describe_round(record)))
     show(summary, as_json, lambda: out.print(f"ended: {summary['status']}"))
 

@@ -21,7 +21,7 @@ from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.internals import PromptGrid, SuperLink, public_pem, tls
 from fedpact.deployment.flower.transport import FlowerTransport
 from fedpact.deployment.secure import secure_deployment
-from fedpact.deployment.server import Coordinator, describe_round
+from fedpact.deployment.server import TERMS, Coordinator, describe_round
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.trackers import Log, check_log
 
@@ -126,6 +126,7 @@ def serve_app(grid: "Grid", directory: Path) -> None:
         coordinator = Coordinator.of(directory)
         over = cast(PromptGrid, AppGrid(grid, coordinator.federation))
         tell = partial(print, flush=True)
+        tell(TERMS)
         summary = coordinate(coordinator, over, lambda record: tell(describe_round(record)))
         tell(f"ended: {summary['status']}")
 
