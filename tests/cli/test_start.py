@@ -10,6 +10,7 @@ import click
 import pytest
 
 from fedpact.cli import commands
+from fedpact.cli.console import plain_console, wide_console
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import FedpactError
 
@@ -34,6 +35,13 @@ def call(*arguments: str) -> tuple[int, str, str, set[str]]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     *printed, modules = done.stdout.splitlines()
     return done.returncode, "\n".join(printed), done.stderr, set(json.loads(modules))
+
+
+@pytest.mark.parametrize("console", [plain_console, wide_console])
+def test_names_and_paths_are_printed_as_they_are(console, capsys):
+    """Rich would read markup and emoji codes in them."""
+    console().print("/runs/[b] a:b:8443")
+    assert capsys.readouterr().out == "/runs/[b] a:b:8443\n"
 
 
 def top(modules: set[str]) -> set[str]:

@@ -59,14 +59,14 @@ def print_run(run: "RunSummary", page: Path | None) -> None:
 
 def wide_console() -> Console:
     """Return a console for tables: a pipe, which has no width, gets each row on one line."""
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.width = console.width if console.is_terminal else 200
     return console
 
 
 def plain_console(**options: Any) -> Console:
     """Return a console that prints lines whole and as they are. options: of rich's Console."""
-    return Console(highlight=False, soft_wrap=True, markup=False, **options)
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False, **options)
 
 
 class StopOnInterrupt:

@@ -190,9 +190,9 @@ def _handler(directory: Path) -> type[BaseHTTPRequestHandler]:
 
 def watch(directory: Path, port: int, as_json: bool) -> None:
     """Run `fedpact watch`."""
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if as_json:
-        out.print(encode_json(take_snapshot(directory)), markup=False)
+        out.print(encode_json(take_snapshot(directory)))
         return
     with create_server(directory, port) as server:
         where = address(server)
