@@ -225,14 +225,15 @@ def test_a_site_reports_a_missing_server_once(site_dir, monkeypatch, caplog, end
     assert told.startswith(f"{ending}. The server has gone, as expected" if ending else missing)
 
 
-def test_logs_and_flowers_files_are_their_owners(deployment):
+def test_logs_and_flowers_files_are_their_owners(deployment, monkeypatch):
     """A party that ends at once has a log all the same: its policy is missing."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as services that run tests do
     site = deployment / "sites" / "site-00"
     (site / "policy.toml").unlink()
     with local.Parties(deployment) as here:
         here.start("site-00")
         here._children["site-00"].wait()
-    assert "policy.toml" in local.last_log_lines(deployment, "site-00")
+    assert local.last_log_lines(deployment, "site-00").startswith("fedpact: policy ")
     # Who has only been told "started" learns of it, and nobody else has run.
     told = CliRunner().invoke(app, ["deploy", "status", str(deployment)])
     words = local.last_log_lines(deployment, "site-00")

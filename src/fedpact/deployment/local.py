@@ -173,6 +173,7 @@ def _spawn(name: str, where: Path) -> subprocess.Popen[bytes]:
     with open(where / "log.txt", "ab", opener=private_opener) as log:
         return subprocess.Popen(
             [sys.executable, "-m", "fedpact", "deploy", kind, str(where)],
+            env={**os.environ, "NO_COLOR": "1"},  # its log is shown elsewhere, too
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
