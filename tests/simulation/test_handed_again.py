@@ -58,8 +58,8 @@ def test_passed_objects_are_passed_again(tmp_path, elsewhere):
                           stop=lambda: True)  # fmt: skip
     plan = fedpact.Plan.read(stopped.folder / "plan.json")
     assert set(get_handed_in(plan.document())) == {"data", "task.loss", "task.metrics"}
-    told = repeat(read_run(stopped.folder))
-    assert told.command.endswith("data=..., loss=..., metrics=[...])")
+    command, _ = repeat(read_run(stopped.folder))
+    assert command.endswith("data=..., loss=..., metrics=[...])")
     elsewhere()
     with pytest.raises(ModelError, match=r"pass the same again, as loss=\.\.\. of fedpact.run"):
         fedpact.run(plan, stopped.folder, data=(X, Y))

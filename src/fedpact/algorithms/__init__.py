@@ -17,7 +17,6 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -164,7 +163,6 @@ def names() -> list[str]:
     return sorted(_modules())
 
 
-@cache
 def _modules() -> dict[str, str]:
     """Algorithm -> the full name of its module, in this folder or in `private`."""
     found = dict[str, str]()
@@ -195,8 +193,6 @@ def load(name: str) -> Any:
                 f"and it lacks {lacking}; see docs/how-to/extend.md"
             )
         return found
-    if name not in _modules():
-        _modules.cache_clear()  # its file may be new
     places = _modules()
     if name not in places:
         known = sorted(places)

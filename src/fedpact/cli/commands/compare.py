@@ -182,11 +182,10 @@ class _News:
         if news.joining is not None:
             site, at, of = news.joining
             what, told = "site", f"{at}/{of}  {site} alone and tuned"
-        elif news.accuracy is None and news.loss is None:
-            return
         else:
-            metric = " ".join(headline_metric(news.accuracy, news.loss))
-            what, told = "round", f"{news.round}/{news.job.plan.rounds}  {metric}"
+            what, told = "round", f"{news.round}/{news.job.plan.rounds}"
+            if not news.accuracy is news.loss is None:
+                told = " ".join([told, "", *headline_metric(news.accuracy, news.loss)])
         now = time.monotonic()
         if now - self._told.get((news.job, what), -math.inf) >= _BETWEEN_LINES:
             self._told[news.job, what] = now
