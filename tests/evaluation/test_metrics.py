@@ -219,6 +219,7 @@ def test_psi_leaves_out_a_site_without_weight() -> None:
 def test_psi_beyond_the_largest_number_is_infinite() -> None:
     assert psi([1e300, 0.0], [1, 1]) == math.inf
     assert psi([1.7e308, -1.7e308], [1, 1]) == math.inf
+    assert psi([0.0, 2.0], [1.7e308, 1.7e308]) == 1.0
 
 
 @pytest.mark.parametrize(

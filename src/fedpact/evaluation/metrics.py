@@ -148,7 +148,9 @@ def psi(losses: Sequence[float], weights: Sequence[float]) -> float:
             f"weights range from {p.min()} to {p.max()}: expected finite numbers >= 0, one of them "
             "> 0; give the sites' public sizes"
         )
-    f, p = f[p > 0], p[p > 0] / p.sum()
+    # Divided by the largest first, their sum cannot overflow.
+    f, p = f[p > 0], p[p > 0] / p.max()
+    p = p / p.sum()
     if np.isnan(f).any():
         return math.nan
     with np.errstate(over="ignore", invalid="ignore"):
