@@ -111,13 +111,13 @@ class Plan(BaseModel):
     policy: str | None = None
     """A TOML file with the policy that every simulated site has (policy.toml)."""
 
-    def __init__(self, /, _typed: Collection[str] | None = None, **raw: Any) -> None:
-        """Validate a plan's keys. _typed: those that must have an effect, None for all."""
+    def __init__(self, typed: Collection[str] | None = None, /, **raw: Any) -> None:
+        """Validate a plan's keys. typed: those that must have an effect, None for all."""
         try:
             super().__init__(**configuration.plain(raw))
         except ValidationError as error:
             raise _refused(error, raw) from None
-        effective.check_used(self, _typed)
+        effective.check_used(self, typed)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -28,7 +28,7 @@ MISTYPED = [
 ]
 
 
-@pytest.mark.parametrize("override", [*MISTYPED, "settings.learning_rat=1"])
+@pytest.mark.parametrize("override", [*MISTYPED, "settings.learning_rat=1", "_typed=1"])
 def test_a_mistyped_key_is_answered_as_by_the_plan(override):
     assert refused(check_keys, override) == refused(Plan.read, override)
 
