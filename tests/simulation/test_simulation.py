@@ -408,9 +408,12 @@ def test_a_run_with_other_draws_is_not_resumed(tmp_path, begun):
     own = written.pop("draws")
     changed = written if begun is None else {**written, "draws": begun}
     (out / "environment.json").write_text(json.dumps(changed))
-    with pytest.raises(PlanError, match="other draws: what a seed gives in this version"):
+    with pytest.raises(PlanError, match="other random numbers"):
         simulate(plan(), out)
     (out / "environment.json").write_text(json.dumps({**written, "draws": own}))
+    assert simulate(plan(), out).summary["status"] == "finished"
+    # What is finished draws nothing any more.
+    (out / "environment.json").write_text(json.dumps(changed))
     assert simulate(plan(), out).summary["status"] == "finished"
 
 

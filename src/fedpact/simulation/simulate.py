@@ -53,6 +53,7 @@ from fedpact.simulation.machine import allow_open_files, available_cores, keep_f
 from fedpact.simulation.predict import Evaluated, Predictions, Predictor, RecordedForm
 from fedpact.simulation.run import (
     check_complete,
+    check_draws,
     check_there,
     finish,
     is_known,
@@ -147,6 +148,8 @@ def _check(folder: Folder) -> None:
 
 
 OnRound = Callable[[RoundRecord], None]
+
+ENGINES = ("local", "ray")
 
 # Parameters times records of a step. Smaller steps are mostly Python, which runs one thread at a
 # time: at half this size, a round of 100 sites took 54 ms with two workers and 39 ms with one.
@@ -245,12 +248,16 @@ def simulate(
             scene, charged, lambda s, included: read_memory(memories[s], included)
         )
         rounds = Rounds(plan, run, transport, evaluator, stop, in_process=True, form=scene.form)
+        if not known:
+            check_draws(folder, environment)
         at, records = start_or_resume(
             folder, plan, scene.workshop.module, evaluator, rounds.open_run
         )
         if known:
             # Only when resuming: ledgers of a new run may already be open in Ray actors.
             check_complete(at, run, ledgers)
+        if at.round < plan.rounds:
+            check_draws(folder, environment)
         rounds.see(records)
         log = stack.enter_context(Log(plan.run.log, out))
         on_round = log.and_tell(on_round)
@@ -282,7 +289,7 @@ def _on_one_thread(
 
 def _check_engine(engine: str, plan: Plan) -> None:
     """Raise InputError unless the engine is known, installed, and able to carry out the plan."""
-    if engine not in ("local", "ray"):
+    if engine not in ENGINES:
         raise InputError(
             f"engine is {engine!r}: expected local, which trains on threads of this machine, or "
             "ray, which trains on a cluster"
