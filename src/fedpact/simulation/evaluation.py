@@ -51,6 +51,8 @@ class Evaluator:
         self._model = FlatModel(workshop.move(workshop.module()))
         # Workers are idle during an evaluation, so it may use all threads.
         self._threads = torch.get_num_threads()
+        # id of records -> records and labels on the device.
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         # The scales of columns in the evaluated state.
         self._by: Tensor | None = None
 
@@ -150,7 +152,9 @@ class Evaluator:
         return self._scene.workshop.on(self._scene.plan.run.device).bench().kernel
 
     def _scored(self, x: Tensor, y: Tensor, kept: list[tuple[Tensor, Tensor]]) -> SiteScore:
-        x, y = x.to(self._device), y.to(self._device)
+        if id(x) not in self._moved:
+            self._moved[id(x)] = x.to(self._device), y.to(self._device)
+        x, y = self._moved[id(x)]
         if self._by is not None:
             x = scale_columns(x, self._scene.released, self._by)
         wanted = kept if self._measures else None
