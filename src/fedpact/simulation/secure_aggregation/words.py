@@ -1,10 +1,14 @@
 """Words of a ring: packing numbers modulo 2^b, and splitting long numbers into short words."""
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
 RingWords = NDArray[np.uint64 | np.uint32]
 """Numbers modulo 2^64, or modulo 2^32 if fewer bits suffice."""
+
+_AT_A_TIME: Final = 2**16
 
 
 def centre_words(words: RingWords, width: int) -> NDArray[np.float64]:
@@ -26,9 +30,15 @@ def pack_bits(words: RingWords, width: int) -> NDArray[np.uint8]:
     """
     if width == 64:
         return words.astype("<u8").view(np.uint8)
-    low = words.astype("<u4").view(np.uint8).reshape(-1, 4)
-    each = np.unpackbits(low, axis=1, count=width, bitorder="little")
-    return np.packbits(each.reshape(-1), bitorder="little")
+    low = words.astype("<u4")
+    # In parts, as each bit takes a byte while it is packed. Parts are multiples of 8 words, so that
+    # they end at whole bytes.
+    packed: list[NDArray[np.uint8]] = []
+    for start in range(0, len(low), _AT_A_TIME):
+        some = low[start : start + _AT_A_TIME].view(np.uint8).reshape(-1, 4)
+        each = np.unpackbits(some, axis=1, count=width, bitorder="little")
+        packed.append(np.packbits(each.reshape(-1), bitorder="little"))
+    return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
 
 
 def unpack_bits(packed: NDArray[np.uint8], width: int) -> RingWords:
@@ -39,12 +49,18 @@ def unpack_bits(packed: NDArray[np.uint8], width: int) -> RingWords:
     if width == 64:
         return packed[: len(packed) // 8 * 8].view("<u8")
     count = 8 * len(packed) // width
-    each = np.unpackbits(packed, count=count * width, bitorder="little").reshape(count, width)
-    rows = np.packbits(each, axis=1, bitorder="little")
-    # Pad each word to four bytes, to view them as numbers.
-    whole = np.zeros((count, 4), np.uint8)
-    whole[:, : rows.shape[1]] = rows
-    return whole.view("<u4").reshape(-1)
+    found = np.zeros(count, dtype=np.uint32)
+    step = _AT_A_TIME * width // 8
+    for start in range(0, len(packed), step):
+        each = np.unpackbits(packed[start : start + step], bitorder="little")
+        some = len(each) // width
+        rows = np.packbits(each[: some * width].reshape(some, width), axis=1, bitorder="little")
+        # Pad each word to four bytes, to view them as numbers.
+        whole = np.zeros((some, 4), np.uint8)
+        whole[:, : rows.shape[1]] = rows
+        at = start // step * _AT_A_TIME
+        found[at : at + some] = whole.view("<u4").reshape(-1)
+    return found
 
 
 def split_words(words: RingWords, width: int) -> RingWords:
