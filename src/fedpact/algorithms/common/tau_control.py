@@ -217,14 +217,16 @@ _VARIANCE: Final = "_variance"
 class Fold:
     """What the controller keeps of a round's replies, which pass through one at a time.
 
-    w [d], steps τ >= 1, learning_rate η > 0: of the round's task. sent: each site's weight and
-    numbers. mean, lengths: Σ p_i x_i [d] and Σ weight ‖x_i‖² of the exact gradients x_i, or of
-    x_i = w - w_i as long as all sites made plain SGD steps (`straight`).
+    w [d], steps τ >= 1, learning_rate η > 0: of the round's task. weight: of all
+    sites. sent: each site's weight and numbers. mean, lengths: Σ p_i x_i [d] and Σ weight ‖x_i‖² of
+    the exact gradients x_i, or of x_i = w - w_i as long as all sites made plain SGD steps
+    (`straight`).
     """
 
     w: Tensor
     steps: int
     learning_rate: float
+    weight: float = 0.0
     sent: list[tuple[float, Numbers]] = field(default_factory=list[tuple[float, Numbers]])
     straight: bool = True
     mean: Tensor | None = None
@@ -236,6 +238,7 @@ class Fold:
             weight = positive(weight=reply.weight)
             numbers = split_state(State(numbers=reply.numbers), CONTROL_PREFIX)[0].numbers
             self.sent.append((weight, numbers))
+            self.weight += weight
             x = reply.vectors.get(CONTROL_PREFIX + "gradient")
             if x is None:
                 self.straight = self.straight and bool(numbers["straight"])
@@ -245,11 +248,6 @@ class Fold:
                 share = weight / self.weight
                 self.mean = x.clone() if self.mean is None else self.mean.lerp_(x, share)
             yield reply
-
-    @property
-    def weight(self) -> float:
-        """The sum of the sites' weights."""
-        return sum(weight for weight, _ in self.sent)
 
     @property
     def compared(self) -> bool:
