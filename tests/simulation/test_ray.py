@@ -253,3 +253,10 @@ def test_actions_that_an_actor_cannot_do_are_refused(tmp_path, installed):
     with pytest.raises(PlanError, match='engine "ray" trains on cores'):
         refuse(tmp_path, "ray", device="cuda")
     assert {name: os.environ[name] for name in flower.QUIET} == flower.QUIET
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "nonsense"])
+def test_an_address_without_a_cluster_is_refused_at_once(tmp_path, installed, monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(InputError, match="no cluster answers"):
+        refuse(tmp_path, "ray")

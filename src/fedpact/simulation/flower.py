@@ -1,6 +1,7 @@
 """Checks that Flower or Ray is installed, and turns off their usage reports. Imports neither."""
 
 import os
+import socket
 from importlib.util import find_spec
 
 from fedpact.common.errors import InputError
@@ -11,6 +12,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Environment variables that turn off the usage reports of Flower and Ray."""
+
+_CONNECT_SECONDS = 10.0
 
 
 def require_flower() -> None:
@@ -28,7 +31,7 @@ def require_flower() -> None:
 def require_ray() -> None:
     """Turn off Ray's usage reports, which it reads when it is imported.
 
-    Raises InputError: Ray is not installed.
+    Raises InputError: Ray is not installed, or no cluster answers at RAY_ADDRESS.
     """
     if find_spec("ray") is None:
         raise InputError(
@@ -36,8 +39,26 @@ def require_ray() -> None:
             "'fedpact[ray]' on every machine of the cluster, or use engine \"local\""
         )
     os.environ.update(QUIET)
+    _check_address(ray_address())
 
 
 def ray_address() -> str:
     """Return the cluster's address: RAY_ADDRESS, or "local" for a Ray on this machine."""
     return os.environ.get("RAY_ADDRESS") or "local"
+
+
+def _check_address(address: str) -> None:
+    """Raise InputError if nothing listens at the address; Ray itself would wait for minutes."""
+    if address in ("local", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        if "/" in host:
+            raise ValueError("Ray's client protocol is not used")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS):
+            pass
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"RAY_ADDRESS is {address!r}, where no cluster answers ({error}): expected the "
+            "host:port that `ray start --head` prints, or no RAY_ADDRESS for this machine alone"
+        ) from error
