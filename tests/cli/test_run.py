@@ -277,6 +277,14 @@ def test_interrupt_ends_after_the_round_and_resume_continues(tmp_path, monkeypat
     assert models[0] == models[1]
 
 
+def test_an_ended_run_of_records_from_python_is_shown_again(tmp_path):
+    x = np.arange(80, dtype=np.float32).reshape(40, 2)
+    run = package.run("logistic", (x, x[:, 0] > 40), rounds=1, sites=2, out=tmp_path / "r")
+    again = fedpact("resume", "r", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["accuracy"] == run.summary["accuracy"]
+
+
 def test_interrupt_before_the_first_round_ends_at_once(tmp_path, monkeypatch):
     """While records are read and features made no round is under way that could be waited for."""
     monkeypatch.setattr(SimulationSetup, "of", lambda *_: os.kill(os.getpid(), signal.SIGINT))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -70,6 +70,7 @@ def resume(
         plain_console(stderr=True, quiet=as_json).print(
             f"The run has ended ({status}), so there is nothing to resume.{more}"
         )
+        return _print_figures(found.read_json("summary.json"), folder, as_json)
     _carry_out(Plan.parse(found.read_json("plan.json")), folder, engine, as_json)
 
 
@@ -114,22 +115,26 @@ def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool
 
     carry: takes on_round and stop, as `fedpact.run` does.
     """
-    from fedpact.report.run_summary import read_run
-
     # Standard output is for the JSON document, so progress goes where people look: the terminal.
     console = plain_console(stderr=True, quiet=as_json)
     asked = StopOnInterrupt(console)
     live = _Live(plan, folder, console)
     with live.status:
         result = carry(on_round=live, stop=asked)
+    _print_figures(result.summary, folder, as_json)
+    if result.summary["status"] == "stopped":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _print_figures(summary: dict[str, Any], folder: Path, as_json: bool) -> None:
+    from fedpact.report.run_summary import read_run
+
     report = folder / "report.html"
     show(
-        {**result.summary, "folder": str(folder), "report": str(report)},
+        {**summary, "folder": str(folder), "report": str(report)},
         as_json,
         lambda: print_run(read_run(folder), report),
     )
-    if result.summary["status"] == "stopped":
-        raise typer.Exit(INTERRUPTED)
 
 
 class _Live:
