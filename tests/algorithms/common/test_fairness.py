@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from fedpact.algorithms.common.fairness import weight, weighting
+from fedpact.algorithms.common.fairness import FairOracle, weight, weighting
+from fedpact.common.errors import InputError
 from fedpact.privacy.oracle import Fair, Uniform
 
 
@@ -35,3 +36,9 @@ def test_without_a_reference_records_count_alike(rule, reference):
 @pytest.mark.parametrize("reference", [0.0, -3.0])
 def test_noise_below_zero_makes_no_negative_weight(reference):
     assert weighting("relative", 0.3, reference) == Fair(0.3 / 0.01, reference)
+
+
+def test_a_solver_that_asks_for_no_batch_is_told_so():
+    oracle = FairOracle(None, Uniform(), ())
+    with pytest.raises(InputError, match="no batch was asked for"):
+        oracle.last_batch  # noqa: B018

@@ -226,7 +226,14 @@ class FairOracle(OracleWrapper):
         super().__init__(inner)
         self._weights, self._extra = weights, extra
         self._source: Iterator[Batch]
-        self.last_batch: Batch
+        self._last: Batch | None = None
+
+    @property
+    def last_batch(self) -> Batch:
+        """The last batch, still open. Raises InputError if none was asked for."""
+        if self._last is None:
+            raise InputError("no batch was asked for: expected a solver of at least one step")
+        return self._last
 
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         if count > 1:
@@ -234,8 +241,8 @@ class FairOracle(OracleWrapper):
                 yield HookedBatch(batch, self._weighted)
         # The iterator is not exhausted, which would close the batch.
         self._source = iter(self._inner.batches(1, *channels, *self._extra))
-        self.last_batch = next(self._source)
-        yield HookedBatch(self.last_batch, self._weighted)
+        self._last = next(self._source)
+        yield HookedBatch(self._last, self._weighted)
 
     def _weighted(self, batch: Batch, w: Tensor, weighting: Weighting) -> Tensor:
         if weighting != UNIFORM:
