@@ -148,6 +148,14 @@ def test_an_unknown_vector_and_a_diverged_one(kind):
     assert bool(got.isinf().any() if kind == "topk" else got.isnan().all())
 
 
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+def test_an_unknown_vector_may_be_shorter_than_the_model(kind):
+    method = Compressed(Says({"g": vector("g", 3)}), CompressionSettings(kind=kind))
+    reply, _ = sent(method, task(w=vector("w")))
+    got = method.decode_reply(reply, {"w": vector("w")}).vectors["g"]
+    assert_close(got, vector("g", 3), rtol=0, atol=0.05)
+
+
 def test_the_inner_method_sees_its_own_memory_and_whole_replies():
     inner = Says({"w": vector("x")}, memory=State(numbers={"own": 3.0}))
     method = Compressed(inner, CompressionSettings(kind="topk"))

@@ -109,7 +109,7 @@ class Compressed(MethodWrapper):
         vectors, numbers = dict[str, Tensor](), dict(local.numbers)
         kept = dict[str, Tensor]()
         for name, vector in local.vectors.items():
-            x = vector - _base(task.vectors, name)
+            x = vector - _told(task.vectors, name, vector)
             if self._kind == "topk":
                 x = x + left.vectors.get(name, 0.0)
             sent, scales = self.encode(name, x, task)
@@ -163,8 +163,9 @@ class Compressed(MethodWrapper):
         return torch.float16 if self._kind == "float16" else torch.int8
 
     def _restored(self, reply: Reply, name: str, told: Mapping[str, Tensor]) -> Tensor:
-        base = _base(told, name)
         if self._kind == "topk":
+            # A vector that was not sent is as long as w.
+            base = told[name] if name in told else torch.zeros_like(told["w"])
             return base + _spread(name, reply.vectors, base)
         codes = reply.vectors[name]
         scale = reply.numbers.get(_PREFIX + name)
@@ -173,12 +174,16 @@ class Compressed(MethodWrapper):
                 f"vector {name!r} of a reply has type {codes.dtype} and scale {scale}: expected "
                 f"{self._type} and a number"
             )
-        return base + (codes.double() * scale).to(base.dtype)
+        x = codes.double() * scale
+        base = told.get(name)
+        if base is None or base.shape != x.shape:
+            return x.to(next(iter(told.values())).dtype)
+        return base + x.to(base.dtype)
 
 
-def _base(told: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return the vector of this name that sites were sent, or 0, as long as w."""
-    return told[name] if name in told else torch.zeros_like(told["w"])
+def _told(vectors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    told = vectors.get(name)
+    return torch.zeros_like(like) if told is None or told.shape != like.shape else told
 
 
 def _largest(name: str, x: Tensor, keep: float) -> dict[str, Tensor]:
@@ -383,5 +388,6 @@ def _step(weight: tuple[float, float], of_batches: float, of_opening: float) -> 
 
 
 def _restored(name: str, block: Tensor, told: Mapping[str, Tensor]) -> Tensor:
-    start = _base(told, name)
+    # A vector that was not sent is as long as w.
+    start = told[name] if name in told else torch.zeros_like(told["w"])
     return integers.apply_codes(start, *integers.unpack_codes(block, start.numel()))
