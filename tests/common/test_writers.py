@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import fedpact
-from fedpact.common.errors import InputError, PlanError
+from fedpact.common.errors import DataError, InputError, PlanError
 from fedpact.common.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.simulation import trackers
@@ -100,6 +100,14 @@ def test_of_a_deployment_only_what_was_released_is_written():
     names = [name for name, _ in numbers(record)]
     assert [name for name in names if "psi" in name.split("/")] == ["simulator_only/psi"]
     assert {"accuracy", "epsilon/a", "epsilon/largest"} <= set(names)
+
+
+@pytest.mark.parametrize("damaged", ["{", "{}", "[]"])
+def test_a_damaged_note_of_mlflows_run_is_named(tmp_path, monkeypatch, damaged):
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
+    (tmp_path / "mlflow.json").write_text(damaged)
+    with pytest.raises(DataError, match=r"mlflow\.json .*remove it"):
+        Log(["mlflow"], tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "mlflow"])

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from fedpact.common.errors import InputError
-from fedpact.common.files import write_whole
+from fedpact.common.files import parse_errors, write_whole
 from fedpact.common.records import RoundRecord
 
 Write = Callable[[Mapping[str, float], int], None]
@@ -136,15 +136,18 @@ def _mlflow(folder: Path) -> Tracker:
         place.mkdir(parents=True, exist_ok=True)
         at = f"sqlite:///{place.absolute()}/mlflow.db"
     file = folder / "mlflow.json"
+    known: dict[str, Any] | None = None
+    if file.exists():
+        with parse_errors(file, "remove it, and the rounds are logged as another run of MLflow's"):
+            stored = json.loads(file.read_bytes())
+            known = {**stored, "run_id": str(stored["run_id"]), "round": int(stored["round"])}
 
     def keep(known: Mapping[str, Any]) -> None:
         write_whole(file, json.dumps(known).encode() + b"\n", private=False)
 
     try:
         client = mlflow.MlflowClient(tracking_uri=at)
-        if file.exists():
-            known = json.loads(file.read_bytes())
-        else:
+        if known is None:
             found = client.get_experiment_by_name("fedpact")
             number = client.create_experiment("fedpact") if found is None else found.experiment_id
             run = client.create_run(number, run_name=folder.name).info.run_id
@@ -155,7 +158,7 @@ def _mlflow(folder: Path) -> Tracker:
             f"MLflow at {at} cannot start a run ({type(error).__name__}: {error}): set "
             "MLFLOW_TRACKING_URI to one that can, or leave mlflow out of run.log"
         ) from error
-    run, last = known["run_id"], int(known["round"])
+    run, last = known["run_id"], known["round"]
 
     def write(found: Mapping[str, float], step: int) -> None:
         # Skip rounds that were logged before the run was resumed.
