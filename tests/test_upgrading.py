@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from tests.test_architecture import parsed
 from torch import nn
 from torch.func import vmap
 
-from fedpact.per_sample import rules
+from fedpact.per_sample import products, rules
 from fedpact.per_sample.tracing import batch_table, record_safety
 from fedpact.per_sample.tracing.trace_context import for_vmap
 
@@ -22,7 +23,7 @@ ROWS = [line.split("|") for line in PAGE.splitlines() if line.startswith("| `")]
 LISTED = [name for row in ROWS for name in re.findall(r"`([^`]+)`", row[1])]
 
 PROMISED = ("flwr.app", "flwr.clientapp", "flwr.serverapp")
-LIBRARIES = ("aten", "higher_order")  # of operators, under torch.ops
+LIBRARIES = ("aten", "higher_order", "mkldnn")  # of operators, under torch.ops
 WHERE = {
     **{name: getattr(torch.ops, name) for name in LIBRARIES},
     "Tensor": torch.zeros(1),
@@ -177,3 +178,11 @@ def test_advice_on_slow_operations_can_be_switched_off():
     with for_vmap():
         assert not advice()
     assert advice()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_onednn_s_product_is_there_where_onednn_is():
+    assert products._onednn() is not None
+    x, weight, bias = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
+    found = products._onednn()(x, weight, bias, "none", [], "")
+    assert torch.allclose(found, torch.nn.functional.linear(x, weight, bias), atol=1e-5)

@@ -13,7 +13,7 @@ from torch import nn
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.models import zoo
-from fedpact.per_sample import convolution, dense, norms, rules
+from fedpact.per_sample import convolution, dense, norms, products, rules
 from fedpact.per_sample.kernel import PerSampleKernel
 
 WAYS = ("dense", "graph")
@@ -240,3 +240,15 @@ def test_exact_sums_are_those_of_float64(count, width):
     limit = 1e-13 * own.double().abs() @ read.double().abs().t()
     assert ((found - expected).abs() <= limit).all()
     assert norms.CHUNK_BYTES < 8 * 5000 * 100
+
+
+def test_both_products_of_matrices_agree(monkeypatch):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(7, 300), torch.randn(260, 300), torch.randn(260)
+    exact = x.double() @ weight.double().t() + bias.double()
+    g = torch.randn(7, 260)
+    back = g.double() @ weight.double()
+    for _ in range(2):
+        assert (products.linear(x, weight, bias) - exact).abs().max() < 1e-4
+        assert (products.linear(g, weight.t()) - back).abs().max() < 1e-4
+        monkeypatch.setattr(products, "_onednn", lambda: None)

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedpact.common.losses import Loss, cross_entropy
@@ -33,6 +32,7 @@ from fedpact.per_sample.norms import (
     slices,
     square_sums,
 )
+from fedpact.per_sample.products import LARGE, linear
 from fedpact.per_sample.share import FAR, TOGETHER, Measured, Share, balanced
 
 MOST: Final = 2**20
@@ -200,7 +200,7 @@ class Dense:
                 continue
             # The records are stored row by row; they are not transposed.
             rows, weight = found.x if not i else from_numpy(z).t(), weights[self._weight[i]]
-            made = F.linear(weight, rows).numpy()
+            made = linear(weight, rows, large=weight.numel() >= LARGE).numpy()
             if i in self._bias:
                 made += (weights[self._bias[i]] * self._input[i]).numpy()[:, None]
             found.values.append(made)
@@ -224,7 +224,7 @@ class Dense:
             # Input gradients are not needed, which would be a third of a small model's work.
             if i:
                 weight = self._model.own[self._weight[i]].t()
-                g = F.linear(weight, from_numpy(g).t()).numpy()
+                g = linear(weight, from_numpy(g).t(), large=weight.numel() >= LARGE).numpy()
 
     def _squares(self, found: _Found) -> Array:
         """Return ‖g_j‖² [P], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
@@ -284,7 +284,8 @@ def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:
             some = slice(start, start + step)
             total.addmm_(own[:, some].double(), read[:, some].double().t())
         return total
-    each = [F.linear(own[:, some], read[:, some]) for some in slices(count, TOGETHER)]
+    large = own.shape[0] * read.numel() >= 64 * LARGE
+    each = [linear(own[:, some], read[:, some], large=large) for some in slices(count, TOGETHER)]
     return each[0] if len(each) == 1 else torch.stack(each).sum(0)
 
 

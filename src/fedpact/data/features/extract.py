@@ -44,6 +44,7 @@ from fedpact.data.download import cache_dir
 from fedpact.data.features.kinds import FEATURE_KINDS, MADE, dead_leaves, generate_images
 from fedpact.data.features.settings import FeatureSettings
 from fedpact.data.features.user_module import Backbone
+from fedpact.per_sample.products import linear
 
 _MAGIC: Final = b"fedpact features\n"
 _BODY: Final = len(_MAGIC) + 32
@@ -80,7 +81,7 @@ def _start(key: bytes, block: bytes) -> bytes:
 
 _SHRINKAGE: Final = 0.4
 _MOST: Final = 8192
-VERSION: Final = 3
+VERSION: Final = 2
 """Version of this computation; increase it with every change of a record's features."""
 
 _BATCH: Final = 64
@@ -207,7 +208,7 @@ class Extractor:
         found = self._mapped_all(full)
         if self._settings.whiten:
             mean, whitening = self._whitening
-            found = F.normalize(F.linear(found - mean, whitening))
+            found = F.normalize(linear(found - mean, whitening))
         return found[: len(x)]
 
     @torch.no_grad()
