@@ -293,7 +293,7 @@ def forced(way, module, loss):
                 alone[key] = Alone(model, loss, x, y, "as the test wants it")
             return alone[key]
 
-        kernel._passes.way = traced
+        kernel._passes._traced = traced
     return kernel
 
 

@@ -17,6 +17,7 @@ from fedpact.common.losses import cross_entropy, squared_error
 from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.layout import Placement
 
 
 def mlp(reference):
@@ -232,17 +233,20 @@ def test_a_bound_that_bounds_nothing_is_refused(bound):
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_differences_of_dense_models_are_tried_in_slots(monkeypatch, alike):
-    """They are not measured as its gradients are."""
+def test_traced_differences_of_dense_models_are_tried(monkeypatch, alike):
+    """Where a slot shows in what is traced, each record has a pass of its own."""
     kernel = PerSampleKernel(FlatModel(nn.Linear(3, 2)), cross_entropy)
-    x, y = torch.randn(8, 3), torch.arange(8) % 2
-    real = kernel._passes.differences
+    x, y, w = torch.randn(8, 3), torch.arange(8) % 2, kernel.model.vector.clone()
+    passes, found = kernel._passes, []
+    real = passes.gradients, passes.differences
 
-    def differences(x, *rest):
-        found = real(x, *rest)
-        return found if alike else replace(found, losses=found.losses + torch.arange(len(x)))
+    def gradients(x, y):
+        one = real[0](x, y)
+        return one if alike else replace(one, losses=one.losses + torch.arange(len(x)))
 
-    monkeypatch.setattr(kernel._passes, "differences", differences)
-    before = kernel.model.vector.clone()
-    assert kernel.invariant(x, y) == alike
-    assert torch.equal(kernel.model.vector, before)
+    monkeypatch.setattr(passes, "gradients", gradients)
+    monkeypatch.setattr(
+        passes, "differences", lambda x, *rest: (found.append(len(x)), real[1](x, *rest))[1]
+    )
+    kernel.clipped_difference(x, y, w, w + 1, 1.0, layout=Placement(length=8))
+    assert found == ([8] if alike else [1] * 8)

@@ -110,6 +110,10 @@ def test_slots_that_differ_move_compact_sums_and_are_found(reference, uneven):
     moved = float((kernel.clipped_sum(*more, C, layout=compact).double() - before).norm())
     assert moved > 5 * C  # else this library harms nobody
     assert not kernel.invariant(x[:8], y[:8])
+    # So who names no layout gets passes of single records.
+    before = kernel.clipped_sum(x, y, C).double()
+    moved = float((kernel.clipped_sum(*more, C).double() - before).norm())
+    assert moved <= C * (1 + slack(101))
 
 
 @pytest.mark.parametrize(("count", "length"), spread((1, 20, 100, 600), (8, 32, 128), one_in=3))
@@ -191,6 +195,10 @@ def test_scattered_lengths_are_those_of_the_least_cost():
         assert costs[near] <= 1.1 * min(costs.values())
 
 
+def test_lengths_of_a_known_number_of_records():
+    assert length_for(64, 1024, 1e6, exact=True) == 64
+
+
 @pytest.mark.parametrize("declared", [60.0, 4.0])
 @pytest.mark.parametrize("persons", [False, True])
 def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared):
@@ -213,7 +221,7 @@ def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared
 
 @pytest.mark.parametrize("width", [1, 3, 37])
 @pytest.mark.parametrize("act", [nn.SiLU, nn.ELU, nn.SELU, nn.Softplus, nn.Mish, nn.Sigmoid])
-def test_no_slot_is_computed_by_other_code(reference, act, width):
+def test_no_slot_is_computed_by_other_code(act, width):
     """Numbers that do not fill the last registers are computed one by one, and rounded otherwise.
 
     Few records show it, so a check that tries some of them may miss it: no such P is chosen.
@@ -222,10 +230,11 @@ def test_no_slot_is_computed_by_other_code(reference, act, width):
     module = nn.Sequential(
         nn.Linear(64, width), act(), nn.Linear(width, 2), nn.ReLU(), nn.Linear(2, 3)
     )
-    passes = reference.forced("graph", module, cross_entropy)._passes
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    passes = kernel._passes
     for expected in (5.0, 30.0):
         form = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
-        length = passes.length(*form, expected)
+        length = passes.length(*form, expected, traced=True)
         x, y = torch.randn(length, 64), torch.randint(3, (length,))
         with torch.no_grad():
             base = [v.clone() for v in passes.gradients(x, y).factors()]
@@ -277,7 +286,7 @@ def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected)
     torch.manual_seed(0)
     passes = PerSampleKernel(FlatModel(module()), loss)._passes
     form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
-    length = passes.length(*form, expected)
+    length = passes.length(*form, expected, traced=True)
     for _ in range(3):
         x, y = torch.randn(length, width), torch.randint(2, (length,))
         with torch.no_grad():

@@ -117,7 +117,7 @@ def test_a_record_more_adds_its_own_share_alone(drawing, way, records, monkeypat
     kernel, clip = kernel_of(between, way=way), 1e-2
     kernel.seed(lambda: 3)
     if way == "loop":
-        kernel._passes.way(x, y)._by_vmap = False
+        kernel._passes._traced(x, y)._by_vmap = False
     layout = Placement(length=8)
 
     def summed(chosen):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedpact.per_sample.share import Measured
+from fedpact.per_sample.passes import Measured
 
 _logger = logging.getLogger("fedpact")
 

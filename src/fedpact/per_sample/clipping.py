@@ -88,11 +88,12 @@ def mask_slots(
 
     A slot counts if it holds a record that is finite in loss, norm and weight.
     """
-    known = losses + norms if w is None else losses + norms + w
+    known = [v for v in (losses, norms, w) if v is not None]
     # A sum is finite only if its terms are. A GPU is not asked, as the host would have to wait.
-    if on_cpu(norms) and math.isfinite(float(known.sum())):
-        return (c if occupied is None else c * occupied), None
-    good = known.isfinite() if occupied is None else known.isfinite() & occupied
+    if on_cpu(norms) and math.isfinite(sum(float(v.sum()) for v in known)):
+        return (c if occupied is None else torch.where(occupied, c, 0)), None
+    good = torch.stack([v.isfinite() for v in known]).all(0)
+    good = good if occupied is None else good & occupied
     return torch.where(good, c, 0), good
 
 

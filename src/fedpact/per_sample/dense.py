@@ -1,4 +1,4 @@
-"""The way "dense": small sequences of dense layers.
+"""Clipped sums of small sequences of dense layers.
 
 A step of a small model is a few matrix products and many operations on short vectors, which take
 torch three times as long to start as numpy. So torch multiplies and numpy does the rest. Slots are
@@ -19,21 +19,22 @@ from torch import Tensor, nn
 
 from fedpact.common.losses import Loss, cross_entropy
 from fedpact.common.params import FlatModel, from_numpy, on_cpu
-from fedpact.per_sample.gradients import Made, Outer
-from fedpact.per_sample.layers import ScaledBias, is_altered, sequence_of
-from fedpact.per_sample.layout import length_for, overhead
+from fedpact.per_sample.clipping import Weights, coefficients, weights_of
+from fedpact.per_sample.layers import ScaledBias, sequence_of
+from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for, overhead
 from fedpact.per_sample.norms import (
     BLOCK,
     CHUNK_BYTES,
+    LARGEST,
     LEAST,
     LONGEST,
+    NEAR,
     SMALL,
-    most_of,
     slices,
     square_sums,
 )
 from fedpact.per_sample.products import LARGE, linear
-from fedpact.per_sample.share import FAR, TOGETHER, Measured, Share, balanced
+from fedpact.per_sample.share import FAR, TOGETHER, balanced, unit_of
 
 MOST: Final = 2**20
 """Of slots times the layers' outputs in one pass, which holds a few numbers for each."""
@@ -67,6 +68,7 @@ class _Found:
     grads: dict[int, Array] = field(default_factory=dict[int, Array])
     lengths: dict[int, Array] = field(default_factory=dict[int, Array])
     losses: Array = None
+    norms: Array = None
 
     def keep(self, good: Array) -> None:
         """Set the numbers of other slots than good [P] to 0."""
@@ -81,15 +83,12 @@ class _Found:
 
 
 class Dense:
-    """Gradients of records at the weights of one model. draws: no pass draws random numbers."""
-
-    name, draws = "dense", False
+    """Sums over records at the weights of one model."""
 
     def __init__(self, model: FlatModel, layers: list[nn.Module], flattens: bool) -> None:
         named = {id(p): name for name, p in model.module.named_parameters()}
         linears = [(i, m) for i, m in enumerate(layers) if isinstance(m, nn.Linear)]
         self._model, self._flattens = model, flattens
-        self._states = [*map(vars, model.module.modules())]
         self._kinds = [nn.Linear if isinstance(m, nn.Linear) else type(m) for m in layers]
         self._weight = {i: named[id(m.weight)] for i, m in linears}
         biases = {i: named.get(id(m.bias)) for i, m in linears}
@@ -125,15 +124,20 @@ class Dense:
         width = sum(m.out_features for m in layers if isinstance(m, nn.Linear))
         return Dense(model, layers, flat) if width * 16 <= MOST and held == model.size else None
 
-    def fits(self, x: Tensor, y: Tensor) -> bool:
-        """Whether x, y [B, ...] have the form of the model's records; hooks may have been added."""
-        fits = x.dtype == self._dtype and y.dtype == torch.int64 and on_cpu(x) and y.dim() == 1
-        rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
-        return fits and rows and not any(map(is_altered, self._states))
+    @property
+    def holds(self) -> bool:
+        """Whether the model is still such a sequence: hooks may have been added."""
+        return sequence_of(self._model.module) is not None
 
-    def length(self, expected: float, *, scattered: bool) -> int:
+    def fits(self, x: Tensor, y: Tensor) -> bool:
+        """Whether x, y [B, ...] have the form of the model's records, at least one."""
+        fits = x.dtype == self._dtype and y.dtype == torch.int64 and on_cpu(x)
+        rows = x.dim() == 2 or (x.dim() > 2 and self._flattens)
+        return fits and rows and y.dim() == 1 and x.shape[0] == y.shape[0] and y.shape[0] > 0
+
+    def length(self, expected: float, **how: bool) -> int:
         """Return P; see layout.length_for."""
-        return length_for(expected, MOST // self._width, self._overhead, scattered=scattered)
+        return length_for(expected, MOST // self._width, self._overhead, **how)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the losses [P] of records x, y [P, ...], without gradient."""
@@ -142,52 +146,50 @@ class Dense:
             self._forward(found)
             return from_numpy(self._losses(found, y.numpy())[0])
 
-    def run(
-        self, x: Tensor, y: Tensor, *, held: bool = False
-    ) -> tuple[Tensor, dict[str, list[Share]]]:
-        """Losses [P] of records x, y [P, ...], and shares by the parameters' names.
+    def sum(
+        self,
+        x: Tensor,
+        y: Tensor,
+        clip: float,
+        weights: Weights | None,
+        shares: Tensor | None,
+        layout: Placement,
+        *,
+        exact: bool = False,
+        gamma: float | None = None,
+    ) -> Tensor:
+        """Return Σ_j c_j g_j [d] over records that fit; see PerSampleKernel.clipped_sum.
 
-        held: the shares stay valid after a change of the weights, which these always do.
+        exact: in float64, however few they are.
         """
-        del held
-        with np.errstate(all="ignore"):
-            found = self._measure(x.flatten(1), y)
-        shares: dict[str, list[Share]] = {}
-        for i, grad in found.grads.items():
-            g, u = from_numpy(grad).t(), found.read(i).t()
-            shares[self._weight[i]] = [Outer(g.unsqueeze(1), u.unsqueeze(1))]
-            if i in self._bias:
-                shares[self._bias[i]] = [Made(g * self._input[i])]
-        return from_numpy(found.losses), shares
-
-    def gradients(self, x: Tensor, y: Tensor) -> Measured:
-        """Measure g_j of records x, y [P, ...]."""
+        length = layout.length or self.length(layout.expected)
+        exact = exact or layout.in_float64(y.shape[0], length)
+        total = torch.zeros_like(self._model.vector, dtype=torch.float64 if exact else self._dtype)
         # A bad record may overflow or divide by 0: it is found by its loss and norm afterwards.
         with np.errstate(all="ignore"):
+            for one in laid_out(x.flatten(1), y, length, layout):
+                found = self._measure(one.x, one.y)
+                c = self._coefficients(found, one, clip, weights, shares, gamma)
+                total += self._weighted(found, c.astype(found.losses.dtype), exact)
+        # Coefficients are in units of the clip, so that a small clip keeps its digits.
+        total *= unit_of(clip)
+        return total if exact else total.to(self._dtype)
+
+    def measured(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Return everything computed for the slots of one pass x, y [P, ...], as [P, ...]."""
+        with np.errstate(all="ignore"):
             found = self._measure(x.flatten(1), y)
-            norms = self._squares(found) ** 0.5
-
-        def add(c: Tensor, good: Tensor | None, total: Tensor) -> None:
-            with np.errstate(all="ignore"):
-                if good is not None:
-                    found.keep(good.numpy())
-                total += self._weighted(
-                    found, c.to(self._dtype).numpy(), total.dtype != self._dtype
-                )
-
-        def factors() -> list[Tensor]:
-            arrays = [*found.lengths.values(), *found.grads.values()]
-            arrays += [norms, *(v for v in found.values if v is not None)]
-            return [from_numpy(np.ascontiguousarray(v.T)) for v in arrays]
-
-        lengths = from_numpy(np.where(norms <= LONGEST, norms, math.inf))
-        return Measured(from_numpy(found.losses), lengths, add, factors)
+        arrays = [found.losses, found.norms, *found.lengths.values(), *found.grads.values()]
+        arrays += [v for v in found.values if v is not None]
+        return [from_numpy(np.ascontiguousarray(v.T)) for v in arrays]
 
     def _measure(self, x: Tensor, y: Tensor) -> _Found:
         found = _Found(x)
         self._forward(found)
         found.losses, g = self._losses(found, y.numpy())
         self._backward(g, found)
+        norms = self._squares(found) ** 0.5
+        found.norms = np.where(norms <= LONGEST, norms, math.inf)
         return found
 
     def _forward(self, found: _Found) -> None:
@@ -235,14 +237,36 @@ class Dense:
             total += _squares(g) * (found.lengths[i] + self._input.get(i, 0.0) ** 2)
         return total
 
+    def _coefficients(
+        self,
+        found: _Found,
+        one: Pass,
+        clip: float,
+        weights: Weights | None,
+        shares: Tensor | None,
+        gamma: float | None,
+    ) -> Array:
+        """Return c [P] in units of the clip; clear what is not finite, and give it 0."""
+        norms, w = from_numpy(found.norms), None
+        if weights is not None:
+            w = weights_of(weights, from_numpy(found.losses)).clamp_min(0)
+        share = None if shares is None else one.placed(shares)
+        c = coefficients(clip, norms, w, share, gamma).numpy()
+        known = found.losses + found.norms if w is None else found.losses + found.norms + w.numpy()
+        # A sum is finite only if its terms are.
+        if not math.isfinite(known.sum()):
+            good = np.isfinite(known)
+            found.keep(good)
+            c = np.where(good, c, 0)
+        return c if one.occupied is None else c * one.occupied.numpy()
+
     def _weighted(self, found: _Found, c: Array, exact: bool) -> Tensor:
         """Return Σ_j c_j g_j [d]."""
         parts: dict[tuple[int, bool], Array] = {}
         for i, g in found.grads.items():
             read, input = found.read(i), self._input.get(i, 0.0)
             # A bias reads a constant of its layer's input.
-            most = most_of(from_numpy(g).t(), from_numpy(found.lengths[i] + input**2))
-            each = c if most is None else np.minimum(c, most.numpy().astype(c.dtype))
+            each = _taken(c, g, found.lengths[i] + input**2)
             scaled = g * each
             if input:
                 parts[i, True] = scaled.sum(1, dtype=np.float64 if exact else None) * input
@@ -271,6 +295,15 @@ def _lengths(x: Tensor) -> Array:
     if small.any() and rows[small].any():
         found[small] = square_sums(x[from_numpy(small)]).numpy()
     return found
+
+
+def _taken(c: Array, g: Array, lengths: Array) -> Array:
+    """c [P] of g [O, P] beside u of ‖u_j‖² [P], or less; see norms.most_of."""
+    near = lengths < NEAR
+    if not near.any():
+        return c
+    most = np.where(near, LARGEST / _squares(g) ** 0.5, math.inf)
+    return np.minimum(c, most.astype(c.dtype))
 
 
 def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:

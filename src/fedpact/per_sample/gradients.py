@@ -18,13 +18,18 @@ Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashim
 (ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fedpact.per_sample import norms
 from fedpact.per_sample.norms import (
     chosen,
+    concatenated,
+    exact,
     flattened,
+    rough_squares,
     slices,
     square_sums,
     wide,
@@ -93,7 +98,7 @@ def _by_rows(share: Share, space: Space) -> Part:
     longest = max((p.stop - p.start for p in pieces), default=0)
     memory = space.take(share.batch if kept else longest, share.size, share.like)
     made: dict[int, Tensor] = {}
-    squares: list[Tensor] = []
+    rough: list[Tensor] = []
 
     def rows(chunk: slice) -> Tensor:
         # Made again by the same call from the same numbers, it has the bits that were measured.
@@ -105,7 +110,8 @@ def _by_rows(share: Share, space: Space) -> Part:
 
     for chunk in pieces:
         found = rows(chunk)
-        squares.append(square_sums(found))  # while they are in the cache
+        # While they are in the cache.
+        rough.append(rough_squares(found) if kept else square_sums(found))
         if kept:
             made[chunk.start] = found
 
@@ -121,7 +127,15 @@ def _by_rows(share: Share, space: Space) -> Part:
             total.addmv_(found.to(c.dtype).t(), c[chunk])
         _into(share, total, view)
 
-    return Part(torch.cat(squares), add)
+    return _rough(rough, list(made.values()), add) if kept else Part(torch.cat(rough), add)
+
+
+def _rough(rough: list[Tensor], rows: list[Tensor], add: Callable[..., None]) -> Part:
+    """A Part of rows of which rough squares are known."""
+    found = concatenated(rough)
+    if rows and rows[0].dtype == torch.float64:
+        return Part(exact(rough, rows), add)
+    return Part(found, add, lambda: exact(rough, rows))
 
 
 def _into(share: Share, total: Tensor, view: Tensor) -> None:
@@ -151,7 +165,7 @@ class Made(Share):
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
             view.add_(torch.mv(chosen(good, rows).to(c.dtype).t(), c).view(view.shape))
 
-        return Part(square_sums(rows), add)
+        return _rough([rough_squares(rows)], [rows], add)
 
 
 class Outer(Share):

@@ -19,7 +19,7 @@ from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast
 from fedpact.per_sample import norms, recurrent
 from fedpact.per_sample.gradients import Made, Outer, sum_of
-from fedpact.per_sample.layout import length_for, overhead
+from fedpact.per_sample.layout import overhead
 from fedpact.per_sample.norms import wide
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
 from fedpact.per_sample.share import Mapped, Share
@@ -55,10 +55,6 @@ class _Use:
     places: dict[Place, Where]
     out: list[Where]
 
-
-_CACHED: Final = 128
-_BUSY: Final = 32.0
-"""The longest pass, by a CPU's caches, if its overhead in records is below _BUSY."""
 
 _LANES: Final = 64
 """A multiple of how many numbers are computed at a time: two registers of 512 bits, of 16 each."""
@@ -137,10 +133,9 @@ def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple
 class Graph:
     """A traced model whose operations are known to treat records independently.
 
-    draws: whether passes draw random numbers. Raises Untraceable; Mixed for an unknown operation.
+    draws: whether passes draw random numbers. cost: bytes of a record's gradients and activations,
+    and a pass's overhead in records. Raises Untraceable; Mixed for an unknown operation.
     """
-
-    name = "graph"
 
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> None:
         self._model = model
@@ -153,15 +148,11 @@ class Graph:
         self._steps = self._compiled(program.nodes)
         self._functions = self._needed()
         self.draws = program.draws
-        self._most, self._overhead = self._cost(model)
-        self._multiple = self._slots_alike()
+        self.cost = self._cost(model)
+        self.multiple = self._multiple()
 
-    def length(self, expected: float, *, scattered: bool) -> int:
-        """Return P on a CPU; see layout.length_for."""
-        return length_for(expected, self._most, self._overhead, self._multiple, scattered=scattered)
-
-    def _cost(self, model: FlatModel) -> tuple[int, float]:
-        """Return the most slots of a pass, and its overhead in records, by a rough estimate."""
+    def _cost(self, model: FlatModel) -> tuple[int, int, float]:
+        # A rough estimate, from which the length of passes is chosen.
         recurrent_steps = [s.node for s in self._steps if s.node.target in recurrent.RECURRENT]
         values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
         numbers, operations = sum(map(_numbers, values)), float(len(values))
@@ -175,14 +166,9 @@ class Graph:
         # A recurrence frees its gradients step by step.
         held = 0 if recurrent_steps else element
         instance = held * sum(map(_instance, self._steps))
-        keep, fixed = (
-            norms.keep_bytes(model.vector),
-            overhead(operations, flops, model.size, numbers),
-        )
-        most = max(16, min(2 * keep // max(1, instance), 6 * keep // max(1, held * numbers)))
-        return min(most, _CACHED) if fixed < _BUSY else most, fixed
+        return instance, held * numbers, overhead(operations, flops, model.size, numbers)
 
-    def _slots_alike(self) -> int:
+    def _multiple(self) -> int:
         """Return what P has to be a multiple of, so that the same code computes every slot.
 
         Numbers at the end of a tensor that do not fill a processor's registers are computed by

@@ -74,6 +74,7 @@ class PerSampleKernel:
         self._passes = Passes(model, loss)
         self._captures = Captures(model_name(model.module), model.vector.device)
         self._trainable = trainable(model)
+        self._layouts: dict[object, Placement] = {}
 
     def seed(self, seed: Seed) -> None:
         """Draw random numbers, as of dropout, from this seed from now on.
@@ -85,7 +86,7 @@ class PerSampleKernel:
     def draws(self, x: Tensor, y: Tensor) -> bool:
         """Whether passes over records of the form of x, y [B, ...] draw random numbers."""
         with all_digits(self.model.vector):
-            return self._passes.way(*_recorded(x, y)).draws
+            return self._passes.draws(*_recorded(x, y))
 
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
@@ -94,7 +95,7 @@ class PerSampleKernel:
 
     def norms(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The lengths ‖g_j‖ [B] of the per-sample gradients at the model's weights, in float64."""
-        return self._each(lambda x, y: self._passes.gradients(x, y).norms, x, y, layout)
+        return self._each(self._passes.norms, x, y, layout)
 
     def _each(
         self,
@@ -107,7 +108,7 @@ class PerSampleKernel:
             return self.model.vector.new_zeros(0)
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
-            layout = layout or COMPACT
+            layout = layout or self._checked_layout(x, y, public=True)
             parts = [of(one.x, one.y) for one in self._passes.over(x, y, layout)]
             return collected(parts, len(x), layout)
 
@@ -130,8 +131,10 @@ class PerSampleKernel:
         w_j C/(‖g_j‖ + γ). most: if given, the sum is shortened to most C, so that `slack(most)`
         holds for any B; see clipping.within. shares: s_j in (0, 1], float64 [B], ones by default:
         record j adds at most s_j C, and records whose shares add up to 1 add at most C together.
-        layout: the records' slots and the length of passes, which follow from public numbers and
-        secret draws alone; compact by default, which is sound if `invariant`.
+        layout: the records' slots and the length of passes; in a run it follows from public numbers
+        and secret draws alone. By default the length suits the first batch of this form, and
+        records are placed compactly if `invariant` allows it on this machine; otherwise each record
+        has a separate pass.
         An empty batch gives zeros. Raises InputError for another clip, and ModelError where the
         model or the loss is found not to keep records apart.
         """
@@ -139,12 +142,18 @@ class PerSampleKernel:
         with all_digits(self.model.vector):
             self._mixers.check()
             x, y = _recorded(x, y)
+            layout = layout or self._checked_layout(x, y)
+            if (dense := self._passes.at_once(x, y)) is not None:
+                exact = most is not None
+                total = dense.sum(x, y, clip, weights, shares, layout, exact=exact, gamma=gamma)
+                return within(total, clip, most).to(self.model.vector.dtype)
+            of = self._passes.gradients
 
             def weigh(found: Measured, _: Pass) -> Tensor:
                 return weights_of(weights, found.losses)
 
-            of, each = self._passes.gradients, None if weights is None else weigh
-            return self._sum(of, x, y, clip, each, most, shares, layout or COMPACT, gamma=gamma)
+            each = None if weights is None else weigh
+            return self._sum(of, x, y, clip, each, most, shares, layout, gamma=gamma)
 
     def clipped_difference(
         self,
@@ -171,8 +180,9 @@ class PerSampleKernel:
         with all_digits(self.model.vector):
             self._mixers.check()
             x, y = _recorded(x, y)
+            layout = self._checked_layout(x, y, layout, differences=True)
             measure, points = self._passes.differences, (w, anchor)
-            total = self._sum(measure, x, y, bound, None, most, shares, layout or COMPACT, points)
+            total = self._sum(measure, x, y, bound, None, most, shares, layout, points)
             self.model.load(w)
         return total
 
@@ -190,26 +200,27 @@ class PerSampleKernel:
         """
         with all_digits(self.model.vector), torch.no_grad():
             x, y = _recorded(x, y)
-            passes, w = self._passes, self.model.vector.clone()
-            length = passes.length(x, y, expected)
-            if length == 1:
-                return True
+            return self._invariant(x, y, self._passes.length(x, y, expected))
 
-            def measure(x: Tensor, y: Tensor) -> list[Tensor]:
-                (one,) = passes.over(x, y, Placement(length=length))
-                each = [passes.gradients(one.x, one.y)]
-                if passes.way(x, y).name == "dense":
-                    # Measured in another way than its gradients.
-                    each.append(passes.differences(one.x, one.y, w, w / 2))
-                return [v.clone() for found in each for v in (found.losses, *found.factors())]
+    def _invariant(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> bool:
+        dense = None if traced else self._passes.at_once(x, y)
+        fixed = Placement(length=length)
+        if length == 1:
+            return True
 
-            blank = passes.blank(x, y)
+        def measure(x: Tensor, y: Tensor) -> list[Tensor]:
+            if dense is not None:
+                return dense.measured(x, y)
+            (one,) = self._passes.over(x, y, fixed)
+            found = self._passes.gradients(one.x, one.y)
+            return [v.clone() for v in (found.losses, *found.factors())]
+
+        with torch.no_grad():
+            blank = self._passes.blank(x, y)
             beside = [blank]
-            if x.is_floating_point() and passes.takes(blank + torch.inf, y):
+            if x.is_floating_point() and self._passes.takes(blank + torch.inf, y):
                 beside.append(blank + torch.inf)
-            good = is_invariant(measure, x, y, length, beside)
-            self.model.load(w)
-            return good
+            return is_invariant(measure, x, y, length, beside)
 
     def verify(self, x: Tensor, y: Tensor) -> None:
         """Check on 3 or more synthetic records that the model keeps the records of a batch apart.
@@ -230,7 +241,13 @@ class PerSampleKernel:
 
     def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
         """Σ_j min(w_j, C/‖g_j‖) g_j [d] over x, y [B, ...] for weights w [B], in one pass."""
-        return self._sum(self._passes.gradients, x, y, clip, lambda _, one: one.placed(w))
+        dense = self._passes.at_once(x, y)
+        if dense is None:
+            return self._sum(self._passes.gradients, x, y, clip, lambda _, one: one.placed(w))
+        # Weights follow from losses, so they are those given where all records share a pass.
+        layout = Placement(length=-(-len(y) // 8) * 8)
+        padded = nn.functional.pad(w, (0, layout.length - len(w)))
+        return dense.sum(x, y, clip, lambda _: padded, None, layout)
 
     def way(self, x: Tensor, y: Tensor) -> str:
         """Return the way of records of the form of x, y [B, ...]: "dense", "graph" or "records".
@@ -238,7 +255,54 @@ class PerSampleKernel:
         See passes.
         """
         with all_digits(self.model.vector):
-            return self._passes.way(*_recorded(x, y)).name
+            return self._passes.way(*_recorded(x, y))
+
+    def _checked_layout(
+        self,
+        x: Tensor,
+        y: Tensor,
+        layout: Placement | None = None,
+        *,
+        differences: bool = False,
+        public: bool = False,
+    ) -> Placement:
+        """Return the layout for a call without one, chosen at the first batch of this form.
+
+        public: whether P must not follow from that batch's number of records, as where counts of
+        records are released.
+        Synthetic records show whether it may be compact. Differences of a dense model are traced,
+        which `invariant` does not cover, so they are checked at their first batch of a form.
+        """
+        traced = differences and self._passes.at_once(x, y) is not None
+        if len(x) == 0 or (layout and (layout.places is not None or not traced)):
+            return layout or COMPACT
+        length = layout and layout.length
+        if layout and not length:
+            length = self._passes.length(x, y, layout.expected, traced=traced)
+        key = length, traced, public, self._passes.form(x, y)
+        if key not in self._layouts:
+            expected, of = EXPECTED if public else len(x), self._passes.length
+            length = length or of(x, y, expected, traced=traced, exact=not public)
+            self._layouts[key] = self._tried(x, y, length, traced=traced)
+        return self._layouts[key]
+
+    def _tried(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> Placement:
+        """Return compact passes of this length if the check of invariance passes, else of one."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (8, *x.shape[1:])
+        if x.is_floating_point():
+            made_up = torch.randn(shape, generator=generator, dtype=torch.float64).to(x)
+        else:
+            made_up = torch.randint(2, shape, generator=generator).to(x)
+        try:
+            for j, one in enumerate(made_up):
+                drawn = (v for v in (one, one + 1) if self._passes.takes(v, y))
+                made_up[j] = next(drawn, self._passes.blank(x, y))
+            labels = y.new_zeros(8, *y.shape[1:])
+            good = self._invariant(made_up, labels, length, traced=traced)
+        except Exception:  # whatever a model may raise at made-up records
+            good = False
+        return Placement(length=length if good else 1)
 
     def alone(self, x: Tensor, y: Tensor) -> Tensor:
         """The per-sample gradients [B, d] by ordinary autograd, one record at a time."""
@@ -270,7 +334,7 @@ class PerSampleKernel:
         exact = most is not None or layout.in_float64(batch, length)
         total = torch.zeros_like(vector, dtype=torch.float64 if exact else vector.dtype)
         # A replayed graph would draw the same random numbers again.
-        if self._captures.active and not self._passes.way(x, y).draws:
+        if self._captures.active and not self._passes.draws(x, y):
             measure = partial(self._captures.measured, self._passes.state(), measure)
         with torch.no_grad():
             for one in self._passes.over(x, y, layout, length):

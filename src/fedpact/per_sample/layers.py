@@ -1,7 +1,6 @@
 """Models that are a sequence of layers, by the classes of these."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -25,17 +24,13 @@ class ScaledBias(nn.Linear):
         return nn.functional.linear(input, self.weight, self.bias * self.input)
 
 
-def is_altered(state: Mapping[str, Any]) -> bool:
-    """Whether a module of this state has a hook, or a forward set on the instance."""
-    return "forward" in state or any(state[hooks] for hooks in _HOOKS)
-
-
 def sequence_of(module: nn.Module) -> list[nn.Module] | None:
     """The layers that a module runs one after another; None if it does anything else.
 
     So it is None for a module with a hook, or with a forward set on the instance.
     """
-    if is_altered(vars(module)):
+    state = vars(module)
+    if "forward" in state or any(state[hooks] for hooks in _HOOKS):
         return None
     if type(module) is not nn.Sequential:
         return None if any(True for _ in module.children()) else [module]

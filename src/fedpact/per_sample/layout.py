@@ -180,16 +180,20 @@ def length_for(
     overhead: float,
     multiple: int = 1,
     *,
+    exact: bool = False,
     scattered: bool = False,
 ) -> int:
-    """Return P: how many slots make a Poisson batch cheapest, a `multiple` if not scattered.
+    """Return P: how many slots make a batch cheapest, a `multiple` if they are not scattered.
 
     A pass costs its slots and `overhead` more, in records' time, whatever it holds. most: the most
-    that fit at a time.
+    that fit at a time. expected: of a Poisson batch, or with `exact` how many records there are.
     """
     multiple = 1 if scattered else multiple
     lengths = [p for p in _LENGTHS if p <= max(most, multiple, _LENGTHS[0]) and not p % multiple]
-    numbers, chances = _poisson(expected)
+    if exact:
+        numbers, chances = np.array([math.ceil(expected)]), np.ones(1)
+    else:
+        numbers, chances = _poisson(expected)
 
     def passes(length: int) -> float:
         if scattered:

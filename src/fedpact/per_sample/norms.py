@@ -50,24 +50,44 @@ def square_sums(rows: Tensor) -> Tensor:
     Squares below 1e-38 are lost to float32, so rows that may be made of such are summed again. One
     beyond float32 is infinite.
     """
+    return exact([rough_squares(rows)], [rows])
+
+
+def rough_squares(rows: Tensor) -> Tensor:
+    """The same in the rows' own type, unless on a GPU: too small where squares are lost to it."""
     flat = rows if rows.dim() == 2 else flattened(rows)
     if not on_cpu(flat):
         # Float64 costs a reduction there little, and nobody may ask whether it was needed.
         return _norms(flat, dim=1, dtype=torch.float64).square_()
     if flat.shape[1] <= BLOCK:
-        found = _norms(flat, dim=1).square_()
-    elif flat.shape[1] % BLOCK == 0 and flat.is_contiguous():
-        found = _norms(flat.view(len(flat), -1, BLOCK), dim=2).square_().sum(1)
-    else:
-        # Squares have to be stored, but torch adds what is stored pairwise.
-        found = (flat * flat).sum(1)
-    if flat.dtype == torch.float64:
+        return _norms(flat, dim=1).square_()
+    if flat.shape[1] % BLOCK == 0 and flat.is_contiguous():
+        blocks = _norms(flat.view(len(flat), -1, BLOCK), dim=2)
+        return blocks.square_().sum(1)
+    # Squares have to be stored, but torch adds what is stored pairwise.
+    return (flat * flat).sum(1)
+
+
+def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
+    """What square_sums finds of pieces of rows, one after another, from their rough squares."""
+    # All pieces are looked at in one comparison: the ordinary batch has no row that is so short.
+    found = concatenated(rough).double()
+    if pieces and pieces[0].dtype == torch.float64:
         return found.clamp_min(LEAST)
-    found = found.double()
-    small = found < SMALL
-    if small.any():
-        found[small] = _norms(flat[small], dim=1, dtype=torch.float64).square_()
+    if not on_cpu(found) or not (found < SMALL).any():
+        return found
+    start = 0
+    for rows in pieces:
+        part = found[start : start + len(rows)]
+        small = part < SMALL
+        part[small] = _norms(flattened(rows)[small], dim=1, dtype=torch.float64).square_()
+        start += len(rows)
     return found
+
+
+def concatenated(tensors: list[Tensor]) -> Tensor:
+    """torch.cat without the copy that it makes of a single tensor."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 A model takes the first of these ways that takes it. Each keeps records apart by construction:
 
-dense    a small sequence of dense layers (dense)
+dense    a small sequence of dense layers, summed in one go (dense)
 graph    operations that are known to keep records apart, as they were traced (graph)
 records  each record by itself (per_record)
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, fewer_digits, on_cpu
-from fedpact.per_sample import memory
+from fedpact.per_sample import memory, norms
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.dense import Dense
 from fedpact.per_sample.gradients import difference, part, together
@@ -27,7 +28,7 @@ from fedpact.per_sample.layers import gains_by_pixel
 from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for
 from fedpact.per_sample.norms import LONGEST
 from fedpact.per_sample.per_record import Alone
-from fedpact.per_sample.share import Measured, Space
+from fedpact.per_sample.share import Space
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing, without_fused_draws
@@ -41,7 +42,21 @@ WAYS: Final = {
 }
 """How each way keeps the records of a batch apart, as a privacy statement says it."""
 
-_Way = Dense | Graph | Alone
+_Way = Graph | Alone
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One pass: losses [P] and ‖g_j‖ [P] in float64; of empty slots they are anything.
+
+    add(c, good, total) adds Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part.
+    factors: whatever the sum is made of, each [P, ...].
+    """
+
+    losses: Tensor
+    norms: Tensor
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
+    factors: Callable[[], list[Tensor]]
 
 
 class Passes:
@@ -57,7 +72,7 @@ class Passes:
         # Of bfloat16 only autograd's passes know.
         self.dense = None if model.precision == "bf16" else Dense.of(model, loss)
         self.seed: Seed = lambda: 0  # of the step's random numbers, as dropout draws them
-        self._ways: dict[object, Graph | Alone] = {}
+        self._ways: dict[object, _Way] = {}
         self._fits: dict[object, int] = {}
         self._blanks: dict[object, Tensor] = {}
         self._space = Space(partial(fewer_digits, model))
@@ -65,25 +80,42 @@ class Passes:
         self._modules = [(m, vars(m)) for m in modules]
         self._images = gains_by_pixel(modules)
 
-    def way(self, x: Tensor, y: Tensor) -> _Way:
-        """The way of records of the form of x, y, for a model in this state of training."""
-        if self.dense is not None and self.dense.fits(x, y):
-            return self.dense
-        key = self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
-        if key not in self._ways:
-            try:
-                self._ways[key] = Graph(self._model, self._loss, x, y)
-            except (Mixed, Untraceable) as why:
-                self._ways[key] = Alone(self._model, self._loss, x, y, str(why))
-        return self._ways[key]
+    def at_once(self, x: Tensor, y: Tensor) -> Dense | None:
+        """What sums such records in one go, None where they take the passes that others make."""
+        dense = self.dense
+        return dense if dense is not None and dense.holds and dense.fits(x, y) else None
 
-    def length(self, x: Tensor, y: Tensor, expected: float, *, scattered: bool = False) -> int:
-        """Return P for batches of records of the form of x, y; see layout.length_for."""
-        way = self.way(x, y)
-        if way.name == "graph" and not on_cpu(x):
-            most = self._fitting(x, y)
-            return length_for(expected, most, _GPU_OVERHEAD, scattered=scattered)
-        return way.length(expected, scattered=scattered)
+    def way(self, x: Tensor, y: Tensor) -> str:
+        """Which way records of the form of x, y take: "dense", "graph" or "records"."""
+        if self.at_once(x, y) is not None:
+            return "dense"
+        return "graph" if isinstance(self._traced(x, y), Graph) else "records"
+
+    def draws(self, x: Tensor, y: Tensor) -> bool:
+        """Whether passes over records of the form of x, y draw random numbers."""
+        return self.at_once(x, y) is None and self._traced(x, y).draws
+
+    def length(
+        self, x: Tensor, y: Tensor, expected: float, *, traced: bool = False, **how: bool
+    ) -> int:
+        """Return P for batches of records of the form of x, y; see layout.length_for.
+
+        traced: of the traced passes, also where the model has the dense way.
+        """
+        if not traced and (dense := self.at_once(x, y)) is not None:
+            return dense.length(expected, **how)
+        way = self._traced(x, y)
+        if isinstance(way, Alone):
+            return way.step
+        if not on_cpu(x):
+            return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, **how)
+        instance, activations, overhead = way.cost
+        keep = norms.keep_bytes(self._model.vector)
+        # P must follow from the model alone, never from the records.
+        most = max(16, min(2 * keep // max(1, instance), 6 * keep // max(1, activations)))
+        if overhead < _BUSY:
+            most = min(most, _CACHED)
+        return length_for(expected, most, overhead, way.multiple, **how)
 
     def _fitting(self, x: Tensor, y: Tensor) -> int:
         """Return how many slots a pass on a GPU may have.
@@ -91,7 +123,7 @@ class Passes:
         It follows from the memory of passes over synthetic records and the GPU's total memory. Free
         memory would depend on the number of records.
         """
-        form = self.way(x, y), x.shape[1:]
+        form = self.form(x, y)
         if form not in self._fits:
 
             def run(length: int) -> None:
@@ -114,7 +146,7 @@ class Passes:
 
         Zeros, or ones if the model raises at zeros. Determined once for each form, from no record.
         """
-        form = x.shape[1:], x.dtype, y.shape[1:], y.dtype
+        form = self.form(x, y)
         if form not in self._blanks:
             zeros = x.new_zeros(x.shape[1:])
             found = (one for one in (zeros, zeros + 1) if self.takes(one, y))
@@ -132,15 +164,21 @@ class Passes:
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [P] of records x, y [P, ...], without gradient."""
+        if (dense := self.at_once(x, y)) is not None:
+            return dense.losses(x, y)
         way, x = self._prepared(x, y)
         with fewer_digits(self._model), self._drawing(way, x, y):
             return way.losses(x, y)
 
+    def norms(self, x: Tensor, y: Tensor) -> Tensor:
+        """‖g_j‖ [P] of records x, y [P, ...], in float64; call it without gradient."""
+        if (dense := self.at_once(x, y)) is not None:
+            return dense.measured(x, y)[1]
+        return self.gradients(x, y).norms
+
     def gradients(self, x: Tensor, y: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
         way, x = self._prepared(x, y)
-        if isinstance(way, Dense):
-            return way.gradients(x, y)
         return self._measured(*self._pass(way, x, y))
 
     def differences(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Measured:
@@ -160,9 +198,9 @@ class Passes:
 
     def _prepared(self, x: Tensor, y: Tensor) -> tuple[_Way, Tensor]:
         """Return the way of records x, y, and x in its memory format: by pixel where faster."""
-        way = self.way(x, y)
+        way = self._traced(x, y)
         # Record by record it is the model's own code: see by_pixel.
-        images = self._images and x.dim() == 4 and way.name == "graph"
+        images = self._images and x.dim() == 4 and isinstance(way, Graph)
         return way, pixelwise(x) if images else x
 
     def _pass(
@@ -181,6 +219,20 @@ class Passes:
         numbers = PassNumbers.of_records(self.seed, x, y, leading=isinstance(way, Alone))
         with without_fused_draws(self._model), drawing(numbers):
             yield
+
+    def _traced(self, x: Tensor, y: Tensor) -> _Way:
+        """The way of records of this form, for a model in this state of training."""
+        key = self.form(x, y)
+        if key not in self._ways:
+            try:
+                self._ways[key] = Graph(self._model, self._loss, x, y)
+            except (Mixed, Untraceable) as why:
+                self._ways[key] = Alone(self._model, self._loss, x, y, str(why))
+        return self._ways[key]
+
+    def form(self, x: Tensor, y: Tensor) -> tuple[object, ...]:
+        """What a way follows: a model's state and the form of records x, y."""
+        return self.state(), x.shape[1:], x.dtype, y.shape[1:], y.dtype
 
     def state(self) -> tuple[object, ...]:
         """What of a model's state a way follows."""
@@ -218,10 +270,19 @@ class Passes:
         if not squares:
             none = losses.new_zeros(len(losses), dtype=torch.float64)
             return Measured(losses, none, add, factors)
-        total = torch.stack(squares).sum(0)
+        each = torch.stack(squares).double()
+        # One comparison for all parameters: few batches have a gradient this short.
+        if on_cpu(each) and (each < norms.SMALL).any():
+            again = [p.again if (p.squares < norms.SMALL).any() else None for p in parts]
+            each = torch.stack([a() if a else p.squares for a, p in zip(again, parts, strict=True)])
+        total = each.double().sum(0)
         lengths = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()
         return Measured(losses, lengths, add, factors)
 
+
+_CACHED: Final = 128
+_BUSY: Final = 32.0
+"""The longest pass on a CPU, by its caches, if its overhead in records is below _BUSY."""
 
 _GPU_OVERHEAD: Final = 4096.0
 """A GPU's pass is as long as fits: most of its time goes into launching operations."""

@@ -48,8 +48,6 @@ class Alone:
     Raises ModelError for what cannot be traced with a batch of one.
     """
 
-    name = "records"
-
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, why: str) -> None:
         self._model, self._why, self._name = model, why, model_name(model.module)
         try:
@@ -63,20 +61,15 @@ class Alone:
                 "where the line is a library's own"
             ) from error
         size = model.size * model.vector.element_size()
-        self._step = max(1, min(_AT_A_TIME, norms.keep_bytes(model.vector) // size))
+        self.step = max(1, min(_AT_A_TIME, norms.keep_bytes(model.vector) // size))
         self._by_vmap, self.draws = self._takes_vmap(x, y), self._one.draws
         if not self._by_vmap:
-            self._step = 1
-
-    def length(self, expected: float, *, scattered: bool) -> int:
-        """Return P: what vmap takes at a time, or one record."""
-        del expected, scattered
-        return self._step
+            self.step = 1
 
     def run(
         self, x: Tensor, y: Tensor, *, held: bool = False
     ) -> tuple[Tensor, dict[str, list[Share]]]:
-        """Losses [B] of at most P records, and shares by the parameters' names.
+        """Losses [B] of at most `step` records, and shares by the parameters' names.
 
         held: the shares stay valid after a change of the weights, which these always do.
         """
@@ -85,7 +78,7 @@ class Alone:
         return wide(losses), {name: [Made(found)] for name, found in rows.items()}
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """The losses [B] of at most P records."""
+        """The losses [B] of at most `step` records."""
         return wide(self._rows(x, y)[0])
 
     def _takes_vmap(self, x: Tensor, y: Tensor) -> bool:
@@ -98,7 +91,7 @@ class Alone:
             told = "vmap would look up one record's entries in another's table"
             self._announce(logging.WARNING, _LOOPED.format(told))
             return False
-        x, y = (v.new_zeros((self._step, *v.shape[1:])) for v in (x, y))
+        x, y = (v.new_zeros((self.step, *v.shape[1:])) for v in (x, y))
         draws = self._one.draws
         numbers = PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None
         with without_fused_draws(self._model), drawing(numbers):

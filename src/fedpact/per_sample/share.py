@@ -35,25 +35,13 @@ class Part:
 
     good [P]: the slots to add, c is 0 elsewhere; None where the numbers of all slots are finite. 0
     times infinity is not a number, so the others' gradients are set to 0 first. view: the
-    parameter's place in the total, of c's type.
+    parameter's place in the total, of c's type. again: squares that are exact where those below
+    norms.SMALL are not; asked for in the same pass.
     """
 
     squares: Tensor
     add: Callable[[Tensor, Tensor | None, Tensor], None]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One pass: losses [P] and ‖g_j‖ [P] in float64; of empty slots they are anything.
-
-    add(c, good, total) adds Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part.
-    factors: whatever the sum is made of, each [P, ...].
-    """
-
-    losses: Tensor
-    norms: Tensor
-    add: Callable[[Tensor, Tensor | None, Tensor], None]
-    factors: Callable[[], list[Tensor]]
+    again: Callable[[], Tensor] | None = None
 
 
 class Space:
