@@ -218,7 +218,7 @@ def test_masks_in_a_table_are_refused_whatever_is_in_them(cells, tmp_path):
         load_site(tmp_path / "t.parquet", "y", ("a", "b"), (1,), "float32", form)[0]
 
 
-def test_numbers_of_parquet_stay_an_array_and_name_classes_by_their_own_type(tmp_path):
+def test_numbers_of_parquet_name_classes_by_their_own_type(tmp_path):
     table = pa.table({"v": [1.5, 2.0], "y": pa.array([0.1, 0.5], pa.float32())})
     assert isinstance(arrow_cells(table["v"]), np.ndarray)
     parquet.write_table(table, tmp_path / "t.parquet")

@@ -50,9 +50,7 @@ def test_a_damaged_file_is_named(build: Build, name: str, content: str) -> None:
 
 
 @pytest.mark.parametrize("counts", ["x", [["a"]], [[1], [1, 2]], [[1]]])
-def test_a_partition_with_other_counts_is_refused_before_anything_is_drawn(
-    build: Build, counts: object
-) -> None:
+def test_a_partition_with_other_counts_is_refused_undrawn(build: Build, counts: object) -> None:
     folder = build(SITES)
     change(folder, "partition", label_counts=counts)
     with pytest.raises(DataError, match="are not what `fedpact run` writes"):

@@ -170,7 +170,7 @@ def strip_invisible(name: str) -> str:
 _ON_TERMINALS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def check_names(whose: str, role: str, names: Iterable[str]) -> None:
+def check_printable(whose: str, role: str, names: Iterable[str]) -> None:
     """Raise DataError for a name with control characters, which may act on a terminal."""
     if strange := sorted(name for name in names if _ON_TERMINALS.search(name)):
         raise DataError(
@@ -318,7 +318,7 @@ def _read_csv(path: Path) -> Columns:
     content = path.read_bytes()
     lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]
     header = _cells(lines[0]) if lines else []
-    check_names(f"data file {path}", "column", () if isinstance(header, str) else header)
+    check_printable(f"data file {path}", "column", () if isinstance(header, str) else header)
     if isinstance(header, str) or not header or len(set(header)) < len(header) or len(header) == 1:
         _check_header(path, content, header)
     rows, broken = list[list[str]](), dict[int, str]()
@@ -433,7 +433,7 @@ def _read_parquet(path: Path) -> Columns:
         raise DataError(
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error
-    check_names(f"data file {path}", "column", table.column_names)
+    check_printable(f"data file {path}", "column", table.column_names)
     cells = {
         field.name: arrow_cells(
             table.column(field.name),

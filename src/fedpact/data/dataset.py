@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import counted, percent, toml, toml_key
-from fedpact.data.cells import check_names
+from fedpact.data.cells import check_printable
 from fedpact.data.schema import RecordForm
 
 _logger = logging.getLogger("fedpact")
@@ -301,7 +301,7 @@ class Dataset:
         classes = self.classes if self.x.is_floating_point() else ()
         columns = (*self.features, self.column or "")
         for role, names in ("column", columns), ("class", classes), ("site", {*(self.site or ())}):
-            check_names(f"data set {self.name}", role, names)
+            check_printable(f"data set {self.name}", role, names)
         if self.x_test is not None and self.x_test.shape[1:] != self.x.shape[1:]:
             raise DataError(
                 f"data set {self.name}: a record of x has shape {tuple(self.x.shape[1:])}, one "
