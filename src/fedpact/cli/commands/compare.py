@@ -184,8 +184,8 @@ class _News:
             what, told = "site", f"{at}/{of}  {site} alone and tuned"
         else:
             what, told = "round", f"{news.round}/{news.job.plan.rounds}"
-            if not news.accuracy is news.loss is None:
-                told = " ".join([told, "", *headline_metric(news.accuracy, news.loss)])
+            if news.accuracy is not None or news.loss is not None:
+                told += "  " + " ".join(headline_metric(news.accuracy, news.loss))
         now = time.monotonic()
         if now - self._told.get((news.job, what), -math.inf) >= _BETWEEN_LINES:
             self._told[news.job, what] = now
