@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import os
 import shutil
 from dataclasses import replace
 
@@ -151,6 +152,13 @@ def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
     spoiled(table, 5)
     with Site(home) as site:
         site.take_part()
+
+
+def test_a_site_needs_a_folder_it_may_write_to(sites, tmp_path, monkeypatch):
+    _, (home,) = sites(write(tmp_path / "own.csv", rows()))
+    assert check_site(home).problems == []
+    monkeypatch.setattr(os, "access", lambda place, mode: place != home)  # root may write anywhere
+    assert [f"{home} is not writable" in one for one in check_site(home).problems] == [True]
 
 
 def test_a_reservation_is_kept_for_any_records(sites, tmp_path):

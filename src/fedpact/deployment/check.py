@@ -4,6 +4,7 @@ It reads the site's own files and reserves, charges and sends nothing. Its figur
 unprotected, for the owner alone.
 """
 
+import os
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,12 @@ def check_site(directory: Path) -> SiteCheck:
     )
     with _noted(found):
         terms = files.terms
+        found.problems += [
+            f"{place} is not writable by this account, and a site keeps its ledger and progress "
+            "there: start it by an account that may write, or change the folder's rights"
+            for place in dict.fromkeys((directory, files.ledger.parent))
+            if place.is_dir() and not os.access(place, os.W_OK | os.X_OK)
+        ]
         with _noted(found):
             check_site_keys(directory, federation, settings.name)
         found.approvals = read_approvals(directory).missing
