@@ -270,8 +270,9 @@ class Dataset:
     next: whether a token's label is the next token's, as schema.LabelForm has it.
     form: the declaration that the records were checked against; None after a replacement.
 
-    Whoever makes one has checked its labels; see data.load. Raises DataError: a class named twice,
-    x_test of another shape than x, a number that is not finite, or a name with control characters.
+    Labels are not checked here, but where records are read (data.load). Raises DataError: a class
+    named twice, x_test of another shape than x, a number that is not finite, or a name with control
+    characters.
     """
 
     name: str

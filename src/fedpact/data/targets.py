@@ -221,8 +221,8 @@ def _names_nobody(name: str) -> bool:
 
 def _rounded(name: str, value: Any) -> str:
     if isinstance(value, float | np.floating | np.integer):
-        # Whole numbers of a column are floats once one of them is missing, as numpy and pandas
-        # have it; such as those would round are nobody's without it, too.
+        # numpy and pandas turn a column of whole numbers into floats if one of them is missing. A
+        # number that this would round names no person in a complete column either.
         value = float(value) if isinstance(value, np.integer) else value
         exact = _exact(type(value))
         return "" if abs(value) < exact else f"is a number that floats round, from {exact:.0f} on"

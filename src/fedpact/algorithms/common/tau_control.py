@@ -217,10 +217,9 @@ _VARIANCE: Final = "_variance"
 class Fold:
     """What the controller keeps of a round's replies, which pass through one at a time.
 
-    w [d], steps τ >= 1, learning_rate η > 0: of the round's task. weight: of all
-    sites. sent: each site's weight and numbers. mean, lengths: Σ p_i x_i [d] and Σ weight ‖x_i‖² of
-    the exact gradients x_i, or of x_i = w - w_i as long as all sites made plain SGD steps
-    (`straight`).
+    w [d], steps τ >= 1, learning_rate η > 0: of the round's task. sent: each site's weight and
+    numbers. weight: the sum of the weights. mean, lengths: Σ p_i x_i [d] and Σ weight ‖x_i‖² of the
+    exact gradients x_i, or of x_i = w - w_i as long as all sites made plain SGD steps (`straight`).
     """
 
     w: Tensor
