@@ -47,7 +47,7 @@ class Store:
         self.path = directory / STORE_FILE
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, PRIVATE))
         with self._errors():
-            self._db = sqlite3.connect(self.path, _WAIT_SECONDS, isolation_level=None)
+            self._db = sqlite3.connect(self.path, timeout=_WAIT_SECONDS, isolation_level=None)
             # A commit returns when it is on the disk, and its journal keeps its space.
             self._db.execute("PRAGMA synchronous = EXTRA")
             self._db.execute("PRAGMA journal_mode = PERSIST")
