@@ -7,6 +7,7 @@ import stat
 
 import pytest
 from cryptography import x509
+from cryptography.x509.verification import PolicyBuilder, Store
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
@@ -188,6 +189,16 @@ def test_another_federations_authority_renews_nothing(deployment, tmp_path):
     with pytest.raises(InputError, match=r"ca\.crt cannot be understood"):
         keys.renew(deployment / "authority", deployment / "server", "127.0.0.1")
     assert (deployment / "server" / "tls.crt").read_bytes() == before
+
+
+def test_strict_verifiers_accept_the_servers_certificate(deployment):
+    """As Python's own contexts are from 3.13 on: RFC 5280 without exceptions."""
+    root, own = (
+        x509.load_pem_x509_certificate((deployment / "server" / name).read_bytes())
+        for name in ("ca.crt", "tls.crt")
+    )
+    verifier = PolicyBuilder().store(Store([root])).build_server_verifier(x509.DNSName("localhost"))
+    assert verifier.verify(own, []) == [own, root]
 
 
 def test_a_certificate_for_a_name_holds_for_it(deployment):

@@ -102,8 +102,8 @@ def test_an_owner_brings_the_file_and_predicts(federate, tmp_path):
     assert json.loads(told.stdout)["labels"] == expected.labels.tolist()
     other = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(3)}, other)
-    with pytest.raises(DataError, match="the plan's model has"):
-        FinalModel.of(site).bring(other)
+    with FinalModel.of(site) as own, pytest.raises(DataError, match="the plan's model has"):
+        own.bring(other)
 
 
 def test_model_and_figures_of_an_earlier_run_are_not_this_ones(federate):
@@ -120,10 +120,9 @@ def test_model_and_figures_of_an_earlier_run_are_not_this_ones(federate):
     assert (found["own_figures"], found["status"]) == (None, "known to the server")
     with pytest.raises(PlanError, match=r"of run 'fedavg-.*is for run 'another'"):
         personalise_site(site)
-    with pytest.raises(PlanError, match="is for run 'another'"):
-        FinalModel.of(site).bring(None)
-    with pytest.raises(PlanError, match="is for run 'another'"):
-        FinalModel.of(site).bring(site / "run" / "model.safetensors")
+    for source in (None, site / "run" / "model.safetensors"):
+        with FinalModel.of(site) as own, pytest.raises(PlanError, match="is for run 'another'"):
+            own.bring(source)
 
 
 def test_a_site_with_its_own_head_keeps_its_own_model(federate):
@@ -209,12 +208,12 @@ def test_the_end_of_shared_noise_is_told_with_both_epsilons(make, tmp_path):
     """What rests on other sites' noise is never stated without what does not."""
     secure = {"secure_aggregation": {"threshold": 3}, "privacy": {"trust": "sum", "honest": 2}}
     at = make(tmp_path / "d", {}, settings={"local_steps": 1}, **secure) / "sites" / "site-00"
-    model = FinalModel.of(at)
-    files, terms = model.files, model.files.terms
-    run = files.federation.run
-    with Ledger(files.ledger, files.settings.data_set, hypothetical=True) as ledger:
-        ledger.reserve(run, terms.guarantee, terms.history(terms.steps))
-    model.keep(Task(run, 1, FINAL, files.plan.method.init(torch.zeros(650)).vectors, {}, 1))
+    with FinalModel.of(at) as model:
+        files, terms = model.files, model.files.terms
+        run = files.federation.run
+        with Ledger(files.ledger, files.settings.data_set, hypothetical=True) as ledger:
+            ledger.reserve(run, terms.guarantee, terms.history(terms.steps))
+        model.keep(Task(run, 1, FINAL, files.plan.method.init(torch.zeros(650)).vectors, {}, 1))
     told = describe_ending(run, files.plan, read_ending(at, run), at)
     assert f"ε <= {terms.guarantee.epsilon!r}, given the noise of 2 honest sites" in told
     assert f"ε <= {terms.guarantee.alone!r}, if no other site is honest" in told

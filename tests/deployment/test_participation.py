@@ -160,7 +160,8 @@ def test_a_sites_final_model_has_the_head_of_its_last_round(federate):
         # Of a site that was away at the end, and whose owner brings the model, it is the same.
         path.unlink()
         node.site.close()
-        FinalModel.of(node.directory).bring(None)
+        with FinalModel.of(node.directory) as model:
+            model.bring(None)
         assert torch.equal(load_file(path)["1.bias"], kept)
 
 

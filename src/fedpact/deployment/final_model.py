@@ -11,7 +11,8 @@ record and charges nothing.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,9 +49,12 @@ class FinalModel:
     store: Store
 
     @staticmethod
-    def of(directory: Path) -> "FinalModel":
+    @contextmanager
+    def of(directory: Path) -> Generator["FinalModel"]:
         """Open that of a site's directory. Raises PlanError: unreadable files."""
-        return FinalModel(SiteFiles.read(directory), Store(directory))
+        files = SiteFiles.read(directory)
+        with closing(Store(directory)) as store:
+            yield FinalModel(files, store)
 
     def keep(self, task: Task) -> None:
         """Store the model received from the server."""

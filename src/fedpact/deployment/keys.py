@@ -55,6 +55,7 @@ def write_authority(directory: Path) -> None:
     certificate = (
         _certificate(name, name, key.public_key(), _ALWAYS, ca=True)
         .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA384())
     )
     write_whole(directory / "ca.key", _private(key))
@@ -104,12 +105,14 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
     issuer = _authority_at(authority)
     key = ec.generate_private_key(_CURVE)
     others = {_alternative(each) for each in (host, "localhost", "127.0.0.1")}
+    signed_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     # Clocks of two machines may differ slightly.
     valid = now() - datetime.timedelta(hours=1), now() + _DAYS
     certificate = (
         _certificate(_name(host), issuer.subject, key.public_key(), valid, ca=False)
         .add_extension(x509.SubjectAlternativeName(list(others)), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(signed_by, critical=False)
         .sign(signer, hashes.SHA384())
     )
     write_whole(directory / "tls.key", _private(key))

@@ -21,6 +21,7 @@ reply. A site that cannot store the reply to a charged task stops.
 
 import logging
 import re
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Self, cast
@@ -228,29 +229,30 @@ class Site:
         self.plan, self._terms = self.files.plan, self.files.terms
         self.name, self.run = self.settings.name, self.federation.run
         self.agreed = self.federation.agreed(self.plan)
-        self._store = Store(directory)
-        self._masker = masker_of(self.files, self._store)
-        check_approved(directory)
-        self.files.check_ledger()
-        check_grid([self._terms])
-        self._device = device_of(self.settings.device, self.plan.run.precision)
-        workshop = self.files.workshop
-        self._bench = workshop.bench(check=True)
-        sizes = self._terms.batch_size, self._terms.opening.batch_size
-        self.placement = workshop.placement(self._bench.private, *sizes)
-        _log.info("%s: %s", self.name, PLACEMENTS[self.placement])
-        whose = self.name, self.federation.names
-        self._checks = TaskChecks(self.plan, FlatModel(workshop.module()).vector, *whose)
-        path = self.files.ledger
-        self._examiner = Examiner(self.files, self._store)
-        self._records = ColumnRecords(self._load())
-        self._test = self.federation.seeds == "test"
-        self._secure = SecureDraws()
-        self._last = LastReply(self._store, "reply")
-        check_left_behind(directory, self._store, path)
-        self._witness = RollbackGuard(path)
-        self.ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
-        try:
+        with ExitStack() as opened:
+            self._store = opened.enter_context(closing(Store(directory)))
+            self._masker = masker_of(self.files, self._store)
+            check_approved(directory)
+            self.files.check_ledger()
+            check_grid([self._terms])
+            self._device = device_of(self.settings.device, self.plan.run.precision)
+            workshop = self.files.workshop
+            self._bench = workshop.bench(check=True)
+            sizes = self._terms.batch_size, self._terms.opening.batch_size
+            self.placement = workshop.placement(self._bench.private, *sizes)
+            _log.info("%s: %s", self.name, PLACEMENTS[self.placement])
+            whose = self.name, self.federation.names
+            self._checks = TaskChecks(self.plan, FlatModel(workshop.module()).vector, *whose)
+            path = self.files.ledger
+            self._examiner = Examiner(self.files, self._store)
+            self._records = ColumnRecords(self._load())
+            self._test = self.federation.seeds == "test"
+            self._secure = SecureDraws()
+            self._last = LastReply(self._store, "reply")
+            check_left_behind(directory, self._store, path)
+            self._witness = RollbackGuard(path)
+            ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
+            self.ledger = opened.enter_context(closing(ledger))
             self._witness.check(self.ledger, self._last.ledger)
             self._witness.check(self.ledger, self._examiner.last.ledger)
             # Space reserved by a process that died: this one has the ledger's lock.
@@ -272,14 +274,11 @@ class Site:
                 self.take_part()
             else:
                 self._reserve(only_ask=True)
-        except BaseException:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Close the ledger, so that another process may open it, and the store."""
-        self.ledger.close()
-        self._store.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

@@ -297,7 +297,8 @@ def model(
     """Give the final model to a site that was offline when the server sent it."""
     from fedpact.deployment.final_model import FinalModel
 
-    place = FinalModel.of(directory).bring(source)
+    with FinalModel.of(directory) as own:
+        place = own.bring(source)
     plain_console().print(f"{place}: use it with `fedpact predict {directory} FILE`")
 
 
