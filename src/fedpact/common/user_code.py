@@ -143,7 +143,8 @@ class _Digester(pickle.Pickler):
 @lru_cache(1024)
 def _source(code: CodeType) -> str:
     try:
-        text = dedent(inspect.getsource(code))
+        # Python 3.13 finds the text of `python -c` for all code that was made from strings.
+        text = "" if code.co_filename == "<string>" else dedent(inspect.getsource(code))
     except (OSError, TypeError):
         text = ""
     if text and code.co_name != "<lambda>":
