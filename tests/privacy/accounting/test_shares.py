@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.special import ndtr
+from scipy.special import log_ndtr, ndtr
 
 from fedpact.common.errors import InputError
 from fedpact.privacy.accounting import gaussian, shared_noise
@@ -87,6 +87,16 @@ def test_the_exact_hockey_stick_is_below_the_gaussians(honest, units):
                     / 2
                 )
                 assert exact <= gaussian + slack + 1e-12
+
+
+@pytest.mark.parametrize("units", [0.5, 4.0])
+@pytest.mark.parametrize("honest", [1, 9, 100])
+def test_added_delta_counts_all_values_of_a_sum(honest, units):
+    """Rounding moves a share by 1/2 at most, so beyond them a sum has less than 1e-300."""
+    error = shared_noise.distribution_error(units, honest)
+    values = shared_noise.added_delta(1.0, units, honest, 1.0) / (1 + math.e) / error * 2
+    beyond = (values - honest) / 2 / (units * math.sqrt(honest))
+    assert log_ndtr(-beyond) < -700
 
 
 def test_delta_allowance_covers_every_admitted_run():
