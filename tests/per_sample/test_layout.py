@@ -17,6 +17,7 @@ from fedpact.per_sample import layout
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement, length_for, scatter
+from fedpact.per_sample.registers import filled_up
 from fedpact.per_sample.tracing import replacements
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import Budget
@@ -219,30 +220,34 @@ def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared
     assert math.isfinite(float(found[0].norm()))
 
 
+def alike(passes, x, y):
+    """Whether a pass over these records gives each the same bits in every slot."""
+    with torch.no_grad():
+        base = [v.clone() for v in passes.gradients(x, y).factors()]
+        for shift in range(1, len(x)):
+            found = passes.gradients(x.roll(shift, 0), y.roll(shift, 0)).factors()
+            pairs = zip(base, found, strict=True)
+            if not all(torch.equal(a.roll(shift, 0), b) for a, b in pairs):
+                return False
+    return True
+
+
 @pytest.mark.parametrize("width", [1, 3, 37])
 @pytest.mark.parametrize("act", [nn.SiLU, nn.ELU, nn.SELU, nn.Softplus, nn.Mish, nn.Sigmoid])
 def test_no_slot_is_computed_by_other_code(act, width):
     """Numbers that do not fill the last registers are computed one by one, and rounded otherwise.
 
-    Few records show it, so a check that tries some of them may miss it: no such P is chosen.
+    Few records show it, so a check that tries some of them may miss it.
     """
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Linear(64, width), act(), nn.Linear(width, 2), nn.ReLU(), nn.Linear(2, 3)
     )
-    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
-    passes = kernel._passes
+    passes = PerSampleKernel(FlatModel(module), cross_entropy)._passes
+    form = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
     for expected in (5.0, 30.0):
-        form = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
         length = passes.length(*form, expected, traced=True)
-        x, y = torch.randn(length, 64), torch.randint(3, (length,))
-        with torch.no_grad():
-            base = [v.clone() for v in passes.gradients(x, y).factors()]
-            for shift in range(1, length):
-                found = passes.gradients(x.roll(shift, 0), y.roll(shift, 0)).factors()
-                assert all(
-                    torch.equal(a.roll(shift, 0), b) for a, b in zip(base, found, strict=True)
-                )
+        assert alike(passes, torch.randn(length, 64), torch.randint(3, (length,)))
 
 
 class TimeFirst(nn.Module):
@@ -272,15 +277,15 @@ def binary(outputs, y):
     return F.binary_cross_entropy_with_logits(outputs[:, 0], y, reduction="none")
 
 
-@pytest.mark.parametrize(
-    ("module", "width", "loss"),
-    [
-        (lambda: TimeFirst(5, softmax=False), 20, cross_entropy),
-        (lambda: TimeFirst(2, softmax=True), 8, cross_entropy),
-        (Logits, 8, binary),
-        (lambda: nn.Sequential(nn.Linear(4, 9), Spectrum(), nn.Linear(5, 2)), 4, cross_entropy),
-    ],
-)
+ODD = [
+    (lambda: TimeFirst(5, softmax=False), 20, cross_entropy),
+    (lambda: TimeFirst(2, softmax=True), 8, cross_entropy),
+    (Logits, 8, binary),
+    (lambda: nn.Sequential(nn.Linear(4, 9), Spectrum(), nn.Linear(5, 2)), 4, cross_entropy),
+]
+
+
+@pytest.mark.parametrize(("module", "width", "loss"), ODD)
 @pytest.mark.parametrize("expected", [20.0, 30.0])
 def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected):
     torch.manual_seed(0)
@@ -288,13 +293,36 @@ def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected)
     form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
     length = passes.length(*form, expected, traced=True)
     for _ in range(3):
-        x, y = torch.randn(length, width), torch.randint(2, (length,))
-        with torch.no_grad():
-            base = [v.clone() for v in passes.gradients(x, y).factors()]
-            for shift in range(1, length):
-                found = passes.gradients(x.roll(shift, 0), y.roll(shift, 0)).factors()
-                pairs = zip(base, found, strict=True)
-                assert all(torch.equal(a.roll(shift, 0), b) for a, b in pairs)
+        assert alike(passes, torch.randn(length, width), torch.randint(2, (length,)))
+
+
+@pytest.mark.parametrize(("module", "width", "loss"), ODD)
+def test_odd_numbers_make_no_pass_longer(module, width, loss):
+    """So that 16 records do not cost what 64 do."""
+    passes = PerSampleKernel(FlatModel(module()), loss)._passes
+    form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
+    assert passes.length(*form, 16.0, traced=True, exact=True) == 16
+
+
+@pytest.mark.parametrize(
+    ("op", "start", "shapes"),
+    [
+        (torch.tanh, 0, [(5, 3)]),
+        (torch.pow, 1, [(4, 5, 3), (5, 1)]),
+        (torch.atan2, 1, [(5, 3), (4, 1, 1)]),
+        (lambda x: x.softmax(0), 1, [(4, 5, 3)]),
+        (lambda x: x.mean((-3, 1)), 2, [(4, 2, 5)]),
+        (lambda x: x.logsumexp(-4, keepdim=True), 1, [(4, 5, 3, 1)]),
+    ],
+)
+def test_an_operation_on_filled_rows_is_the_same(op, start, shapes):
+    given = [(torch.rand(s, dtype=torch.float64) + 1).requires_grad_() for s in shapes]
+    found, expected = filled_up(op, start, *given), op(*given)
+    assert torch.allclose(found, expected, rtol=1e-13, atol=0)
+    assert found.shape == expected.shape
+    g = torch.rand_like(expected)
+    pairs = (torch.autograd.grad(y, given, g) for y in (found, expected))
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(*pairs, strict=True))
 
 
 class Spectrum(nn.Module):

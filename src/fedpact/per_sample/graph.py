@@ -9,7 +9,8 @@ gradients of the outputs of all operations with parameters, and rules turn these
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from fedpact.per_sample import norms, recurrent
 from fedpact.per_sample.gradients import Made, Outer, sum_of
 from fedpact.per_sample.layout import overhead
 from fedpact.per_sample.norms import wide
+from fedpact.per_sample.registers import LANES, filled_up, row_of, widths
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
 from fedpact.per_sample.share import Mapped, Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
@@ -54,39 +56,6 @@ class _Use:
     sources: dict[Place, Node]
     places: dict[Place, Where]
     out: list[Where]
-
-
-_LANES: Final = 64
-"""A multiple of how many numbers are computed at a time: two registers of 512 bits, of 16 each."""
-
-_EXACT: Final = frozenset(
-    {
-        *("add", "sub", "mul", "div", "neg", "abs", "sqrt", "square", "reciprocal", "sign"),
-        *("relu", "leaky_relu", "threshold", "hardtanh", "maximum", "minimum", "where", "clone"),
-        *("clamp", "clamp_min", "clamp_max", "masked_fill", "floor", "ceil", "round", "trunc"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_and", "logical_or"),
-        *("logical_not", "bitwise_and", "bitwise_or", "bitwise_not"),
-    }
-)
-"""Elementwise operations with one right result, which any code gives."""
-
-_UNTAGGED: Final = frozenset(
-    {
-        *("binary_cross_entropy_with_logits", "soft_margin_loss", "hardswish", "log_sigmoid"),
-        *("log_sigmoid_forward", "kl_div", "glu", "rsub", "logcumsumexp", "hardsigmoid"),
-    }
-)
-"""Elementwise operations that torch does not mark as such."""
-
-_MOVES: Final = frozenset(
-    {
-        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "t"),
-        *("expand", "unsqueeze", "squeeze", "slice", "select", "split", "chunk", "unbind", "cat"),
-        *("stack", "contiguous", "detach", "alias", "to", "index", "index_select"),
-        *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "embedding"),
-    }
-)
-"""Operations that only move numbers, and products."""
 
 
 @dataclass(eq=False)
@@ -169,34 +138,15 @@ class Graph:
         return instance, held * numbers, overhead(operations, flops, model.size, numbers)
 
     def _multiple(self) -> int:
-        """Return what P has to be a multiple of, so that the same code computes every slot.
-
-        Numbers at the end of a tensor that do not fill a processor's registers are computed by
-        other code, which may round otherwise.
-        """
-        widths = [width for step in self._steps for width in self._widths(step.node)]
+        """Return what P has to be a multiple of, so that the same code computes every slot."""
+        steps = [s.node for s in self._steps if s.use or row_of(s.node, self._states) is None]
+        found = [width for node in steps for width in widths(node, self._states)]
         # A step of a recurrence is elementwise in its states.
         recurrences = (s.node for s in self._steps if s.node.target in recurrent.RECURRENT)
         states = [node.args[1] for node in recurrences]
         states = [one for of in states for one in (of if isinstance(of, list | tuple) else [of])]
-        widths += [_last(cast(Node, one)) for one in states]
-        return max((_LANES // math.gcd(_LANES, width) for width in widths), default=1)
-
-    def _widths(self, node: Node) -> list[int]:
-        """Return how many numbers of a record lie together where slots may be computed by other
-        code: in elementwise operations, and in all that goes along other dimensions than the batch.
-        """
-        if node.op != "call_function":
-            return []
-        # What does not depend on records is the same for all slots.
-        own = self._states.get(node)
-        found = [_inner(node, own)] if own is not None and _rounds(node) else []
-        if kind_of(node) not in _MOVES | _EXACT:
-            inputs = ((one, self._states.get(one)) for one in node.all_input_nodes)
-            found += [
-                _inner(n, s) for n, s in inputs if isinstance(s, Where) and (s.dim or s.outer > 1)
-            ]
-        return found
+        found += [_last(cast(Node, one)) for one in states]
+        return max((LANES // math.gcd(LANES, width) for width in found), default=1)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of records x, y [B, ...], without gradient."""
@@ -326,6 +276,8 @@ class Graph:
             if node not in needed:
                 last.append(node)
             do = _done(node, self._states[node])
+            if use is None and (row := row_of(node, self._states)) is not None:
+                do = partial(filled_up, do, row)
             steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node)))
         return steps
 
@@ -500,25 +452,6 @@ def _instance(step: _Step) -> int:
     if name in ("linear", "mm", "matmul") and _numbers(step.node) == _last(step.node):
         return 0
     return sum(map(_numbers, step.use.sources.values()))
-
-
-def _rounds(node: Node) -> bool:
-    """Whether an elementwise operation's result may depend on the code that computes it."""
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-        return kind_of(node) in _UNTAGGED
-    # With a factor, a sum may be rounded once or twice; the length of a complex number is none.
-    numbers = (n.meta.get("val") for n in (node, *node.all_input_nodes))
-    if any(isinstance(v, Tensor) and v.is_complex() for v in numbers):
-        return True
-    return bool(node.kwargs.get("alpha", 1) != 1) or kind_of(node) not in _EXACT
-
-
-def _inner(node: Node, state: State) -> int:
-    """Return how many numbers of a record lie behind the batch's dimension."""
-    if not isinstance(state, Where) or not isinstance(node.meta["val"], Tensor):
-        return 1  # of several results, the strictest
-    behind = shape_of(node)[state.dim + 1 :]
-    return state.inner * math.prod(size for size in behind if isinstance(size, int))
 
 
 def _numbers(node: Node) -> int:

@@ -1,0 +1,151 @@
+"""Whole registers, so that the same code computes every slot of a pass.
+
+Numbers at the end of a tensor that do not fill a processor's registers are computed by other code,
+which may round otherwise. So where a result may depend on the code, the numbers of all records are
+one row, and it is filled up; else P has to be a multiple that leaves no rest.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from fedpact.common.params import on_cpu
+from fedpact.per_sample.tracing.batch_rules import Where, kind_of, shape_of
+from fedpact.per_sample.tracing.batch_table import State
+from fedpact.per_sample.tracing.program import draws
+from fedpact.per_sample.tracing.record_safety import by_argument
+
+LANES: Final = 64
+"""A multiple of how many numbers are computed at a time: two registers of 512 bits, of 16 each."""
+
+_EXACT: Final = frozenset(
+    {
+        *("add", "sub", "mul", "div", "neg", "abs", "sqrt", "square", "reciprocal", "sign"),
+        *("relu", "leaky_relu", "threshold", "hardtanh", "maximum", "minimum", "where", "clone"),
+        *("clamp", "clamp_min", "clamp_max", "masked_fill", "floor", "ceil", "round", "trunc"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_and", "logical_or"),
+        *("logical_not", "bitwise_and", "bitwise_or", "bitwise_not"),
+    }
+)
+"""Elementwise operations with one right result, which any code gives."""
+
+_UNTAGGED: Final = frozenset(
+    {
+        *("binary_cross_entropy_with_logits", "soft_margin_loss", "hardswish", "log_sigmoid"),
+        *("log_sigmoid_forward", "kl_div", "glu", "rsub", "logcumsumexp", "hardsigmoid"),
+    }
+)
+"""Elementwise operations that torch does not mark as such."""
+
+_MOVES: Final = frozenset(
+    {
+        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "t"),
+        *("expand", "unsqueeze", "squeeze", "slice", "select", "split", "chunk", "unbind", "cat"),
+        *("stack", "contiguous", "detach", "alias", "to", "index", "index_select"),
+        *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "embedding"),
+    }
+)
+"""Operations that only move numbers, and products."""
+
+_REPEATS: Final = frozenset({"expand", "broadcast_to", "repeat"})
+
+
+def filled_up(do: Callable[..., Tensor], start: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Run an operation with its rows, the numbers from dimension `start` on, in whole registers."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dim()]
+    shape: tuple[int, ...] = cast(Any, torch).broadcast_shapes(*(t.shape for t in tensors))
+    own, count = shape[start:], len(shape)
+    size = math.prod(own)
+    rest = -size % LANES
+    if not rest or not on_cpu(tensors[0]):
+        return do(*args, **kwargs)
+
+    def filled(arg: Any) -> Any:
+        if not isinstance(arg, Tensor) or not arg.dim():
+            return arg
+        front = ((1,) * (count - arg.dim()) + arg.shape)[:start]
+        row = arg.expand(*front, *own).reshape(*front, *[1] * (len(own) - 1), size)
+        return F.pad(row, (0, rest))
+
+    named = {name: filled(arg) for name, arg in kwargs.items()}
+    found = do(*map(filled, args), **named)[..., :size]
+    return found.reshape(*found.shape[: -len(own)], *own)
+
+
+def row_of(node: Node, states: dict[Node, State]) -> int | None:
+    """Return the dimension from which on an operation's numbers are those of one row, or None.
+
+    It is the batch's, of elementwise operations and of those along dimensions in front of it.
+    """
+    own = states[node]
+    moves = node.op != "call_function" or kind_of(node) in _MOVES
+    if moves or draws(node) or not isinstance(own, Where):
+        return None
+    dims = {argument.name: value for argument, value in by_argument(node)}.get("dim")
+    if dims is None:
+        return own.dim if _rounds(node) or _repeats(node, states) else None
+    (x, *others), where = node.all_input_nodes, states[node.all_input_nodes[0]]
+    if others or not isinstance(where, Where):
+        return None
+    several = cast(list[int], dims if isinstance(dims, list | tuple) else [dims])
+    inside = [d for d in several if d % len(shape_of(x)) >= where.dim]
+    return None if inside or not several else where.dim
+
+
+def widths(node: Node, states: dict[Node, State]) -> list[int]:
+    """Return how many numbers of a record lie together where slots may be computed by other
+    code: in elementwise operations, and in all that goes along other dimensions than the batch.
+    """
+    if node.op != "call_function":
+        return []
+    # What does not depend on records is the same for all slots.
+    own = states.get(node)
+    other = _rounds(node) or _repeats(node, states)
+    found = [_inner(node, own)] if own is not None and other else []
+    if kind_of(node) not in _MOVES | _EXACT:
+        inputs = ((one, states.get(one)) for one in node.all_input_nodes)
+        found += [
+            _inner(n, s) for n, s in inputs if isinstance(s, Where) and (s.dim or s.outer > 1)
+        ]
+    return found
+
+
+def _repeats(node: Node, states: dict[Node, State]) -> bool:
+    """Whether numbers are repeated in front of the batch, along which gradients are summed."""
+    own = states.get(node)
+    if not isinstance(own, Where) or not (_is_pointwise(node) or kind_of(node) in _REPEATS):
+        return False
+    inputs = ((n, states.get(n)) for n in node.all_input_nodes)
+    each = [shape_of(n)[: s.dim] for n, s in inputs if isinstance(s, Where)]
+    front = shape_of(node)[: own.dim]
+    return any(math.prod(one) < math.prod(front) for one in each)
+
+
+def _is_pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _rounds(node: Node) -> bool:
+    """Whether an elementwise operation's result may depend on the code that computes it."""
+    if not _is_pointwise(node):
+        return kind_of(node) in _UNTAGGED
+    # With a factor, a sum may be rounded once or twice; the length of a complex number is none.
+    found, *given = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+    if isinstance(found, Tensor) and not (found.is_floating_point() or found.is_complex()):
+        return False
+    if any(isinstance(v, Tensor) and v.is_complex() for v in (found, *given)):
+        return True
+    return bool(node.kwargs.get("alpha", 1) != 1) or kind_of(node) not in _EXACT
+
+
+def _inner(node: Node, state: State) -> int:
+    """Return how many numbers of a record lie behind the batch's dimension."""
+    if not isinstance(state, Where) or not isinstance(node.meta["val"], Tensor):
+        return 1  # of several results, the strictest
+    behind = shape_of(node)[state.dim + 1 :]
+    return state.inner * math.prod(size for size in behind if isinstance(size, int))
