@@ -263,6 +263,19 @@ class TimeFirst(nn.Module):
         return self.head((h.softmax(0) * h).sum(0) if self.softmax else h.mean(0))
 
 
+class Gated(nn.Module):
+    """Numbers of all steps times those of a record, so that gradients are summed over the steps."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.layer, self.gate, self.next = nn.Linear(4, 3), nn.Linear(4 * steps, 3), nn.Linear(3, 3)
+        self.head, self.steps = nn.Linear(3 * steps, 2), steps
+
+    def forward(self, x):
+        h = self.layer(x.view(len(x), self.steps, 4).transpose(0, 1)).relu()
+        return self.head(self.next(h * self.gate(x)).transpose(0, 1).flatten(1))
+
+
 class Logits(nn.Module):
     def __init__(self):
         super().__init__()
@@ -280,6 +293,7 @@ def binary(outputs, y):
 ODD = [
     (lambda: TimeFirst(5, softmax=False), 20, cross_entropy),
     (lambda: TimeFirst(2, softmax=True), 8, cross_entropy),
+    (lambda: Gated(21), 84, cross_entropy),
     (Logits, 8, binary),
     (lambda: nn.Sequential(nn.Linear(4, 9), Spectrum(), nn.Linear(5, 2)), 4, cross_entropy),
 ]

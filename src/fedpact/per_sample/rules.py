@@ -84,6 +84,14 @@ class Call:
         split = tensor.reshape(*shape[:dim], outer, self.batch, inner, *shape[dim + 1 :])
         return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
+    def alone(self, g: Tensor) -> Tensor:
+        """A gradient of the only result per record, to sum: in memory of its own.
+
+        Sums over columns that hold all records' numbers would add the last ones by other code.
+        """
+        found = self.apart(g, self.out[0])
+        return found if self.out[0] == Where(0) else found.contiguous()
+
     def positions(self, apart: Tensor) -> Tensor:
         """[B, ..., N] as [B, T, N]."""
         return apart.reshape(self.batch, -1, apart.shape[-1])
@@ -153,7 +161,7 @@ def _linear(call: Call) -> Shares:
     if 1 in call.wanted:
         found[1] = Outer(g, call.positions(call.input()))
     if 2 in call.wanted:
-        found[2] = Made(g.sum(1))
+        found[2] = Made(_summed(call, cast(Tensor, call.grads[0]), 2, 1))
     return found
 
 
@@ -314,7 +322,7 @@ def _summed(call: Call, v: Tensor, place: Place, dims: int) -> Tensor:
     size = call.at(place).numel()
     if dims == 0:
         return v.flatten(2).sum(2) if v.dim() > 2 else v
-    return call.apart(v, call.out[0]).reshape(call.batch, -1, size).sum(1)
+    return call.alone(v).reshape(call.batch, -1, size).sum(1)
 
 
 def _reduced(call: Call, g: Tensor, place: Place) -> Made:
@@ -322,7 +330,7 @@ def _reduced(call: Call, g: Tensor, place: Place) -> Made:
     argument = call.at(place)
     shape = argument.shape
     # A scalar does not promote 16-bit tensors, so convert it.
-    apart = call.apart(g, call.out[0]).to(argument.dtype)
+    apart = call.alone(g).to(argument.dtype)
     shape = torch.Size([1] * (apart.dim() - 1 - len(shape)) + list(shape))
     over = [d + 1 for d, size in enumerate(shape) if size == 1 and apart.shape[d + 1] != 1]
     return Made(apart.sum(over) if over else apart)
@@ -341,7 +349,7 @@ def _each_number(call: Call) -> Shares:
 def _prelu(call: Call) -> Shares:
     """p x for x below 0, with one p, or one per channel (the second dimension)."""
     g = torch.where(call.at(0) < 0, cast(Tensor, call.grads[0]) * call.at(0), 0)
-    g = call.apart(g, call.out[0])
+    g = call.alone(g)
     kept = 2 if call.at(1).numel() > 1 else 0
     return {1: Made(g.sum([d for d in range(1, g.dim()) if d != kept]).reshape(call.batch, -1))}
 
@@ -357,7 +365,7 @@ def _indexed(call: Call) -> Shares:
 
 def _repeated(call: Call) -> Shares:
     """A parameter that is repeated for each record, such as a class token, and otherwise."""
-    g, shape = call.grad, call.at(0).shape
+    g, shape = call.alone(cast(Tensor, call.grads[0])), call.at(0).shape
     shape = [1] * (g.dim() - 1 - len(shape)) + list(shape)
     tiles = [(size // own, own) for size, own in zip(g.shape[1:], shape, strict=True)]
     g = g.reshape(len(g), *(n for tile in tiles for n in tile))
