@@ -13,7 +13,7 @@ from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
-from fedpact.per_sample import layout
+from fedpact.per_sample import layout, norms
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement, length_for, scatter
@@ -56,9 +56,10 @@ def test_every_layout_gives_the_same_sum(reference, images, count):
 
 
 def test_contents_of_empty_slots_are_not_added(reference):
-    """Zeros of class 0, whose loss is ln 2 here; so weights may make of them what is no number."""
+    """Zeros or ones, whose loss is ln 2 here; so weights may make of them what is no number."""
     torch.manual_seed(0)
     module, x = nn.Linear(3, 2, bias=False).double(), torch.randn(5, 3).double()
+    module.weight.data = torch.tensor([[1.0, -3, 2], [-1, -1, 2]]).double()
     y = torch.arange(5) % 2
 
     def weights(losses):
@@ -66,11 +67,29 @@ def test_contents_of_empty_slots_are_not_added(reference):
 
     rows = reference.per_sample(module, cross_entropy, x, y)
     w = weights(cross_entropy(module(x), y).detach())
-    assert not weights(cross_entropy(module(0 * x), 0 * y)).isfinite().any()
+    for contents in (0 * x, 0 * x + 1):
+        assert not weights(cross_entropy(module(contents), 0 * y)).isfinite().any()
     for way, kernel in reference.kernels(module, cross_entropy).items():
         for one in (Placement(length=8), scattered(kernel, x, y, 9)):
             found = kernel.clipped_sum(x, y, 0.5, weights, layout=one)
             assert reference.error(found, reference.clipped(rows, 0.5, w)) < 1e-12, way
+
+
+def test_norms_of_empty_slots_are_not_computed_twice(reference, monkeypatch):
+    """As those of zeros are, whose squares might have been lost to float32."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    kernel = reference.forced("graph", module, cross_entropy)
+    types, norm = [], norms._norms
+
+    def noted(*of, **named):
+        types.append(named.get("dtype"))
+        return norm(*of, **named)
+
+    monkeypatch.setattr(norms, "_norms", noted)
+    kernel.clipped_sum(torch.randn(3, 4), torch.arange(3), C, layout=Placement(length=8))
+    assert types
+    assert torch.float64 not in types
 
 
 def test_an_empty_scattered_batch_gives_zeros():

@@ -144,13 +144,14 @@ class Passes:
     def blank(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the contents [...] of empty slots for records of the form of x, y.
 
-        Zeros, or ones if the model raises at zeros. Determined once for each form, from no record.
+        Ones, or zeros if the model raises at ones: the gradients of zeros are often zero, whose
+        norms are computed twice (norms.exact). Determined once for each form, from no record.
         """
         form = self.form(x, y)
         if form not in self._blanks:
-            zeros = x.new_zeros(x.shape[1:])
-            found = (one for one in (zeros, zeros + 1) if self.takes(one, y))
-            self._blanks[form] = next(found, zeros)
+            ones = x.new_ones(x.shape[1:])
+            found = (one for one in (ones, torch.zeros_like(ones)) if self.takes(one, y))
+            self._blanks[form] = next(found, ones)
         return self._blanks[form]
 
     def takes(self, one: Tensor, y: Tensor) -> bool:
