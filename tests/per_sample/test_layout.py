@@ -219,6 +219,16 @@ def test_lengths_of_a_known_number_of_records():
     assert length_for(64, 1024, 1e6, exact=True) == 64
 
 
+@pytest.mark.parametrize(("kept", "lengths"), [(2**20, [16, 256]), (900, [16, 16]), (180, [5, 5])])
+def test_vmap_takes_all_records_at_once_that_fit(reference, monkeypatch, kept, lengths):
+    """A record has 9 weights and computes fewer than 64 numbers."""
+    monkeypatch.setattr(norms, "KEEP_BYTES", kept)
+    kernel = reference.forced("records", nn.Sequential(nn.Linear(2, 3), nn.Tanh()), cross_entropy)
+    form = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+    found = [kernel._passes.length(*form, n, exact=True) for n in (16.0, 256.0)]
+    assert found == lengths
+
+
 @pytest.mark.parametrize("declared", [60.0, 4.0])
 @pytest.mark.parametrize("persons", [False, True])
 def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared):

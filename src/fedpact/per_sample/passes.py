@@ -106,7 +106,7 @@ class Passes:
             return dense.length(expected, **how)
         way = self._traced(x, y)
         if isinstance(way, Alone):
-            return way.step
+            return way.length(expected, **how)
         if not on_cpu(x):
             return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, **how)
         instance, activations, overhead = way.cost

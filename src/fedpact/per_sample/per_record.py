@@ -7,6 +7,7 @@ operation. A model that cannot be traced like this is refused.
 """
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,8 +20,10 @@ from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast, model_name
 from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Made
+from fedpact.per_sample.layout import length_for
 from fedpact.per_sample.norms import wide
 from fedpact.per_sample.share import Share
+from fedpact.per_sample.tracing.batch_rules import shape_of
 from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import (
     PassNumbers,
@@ -35,7 +38,11 @@ from fedpact.per_sample.tracing.trace_context import for_vmap
 _logger = logging.getLogger("fedpact")
 _announced: set[str] = set()
 
-_AT_A_TIME = 16
+_FEW, _MANY = 16, 256
+"""So many records vmap takes at a time, and so many where all that it computes fits as well."""
+
+_OVERHEAD = 16.0
+"""What a call of vmap costs beside its records, in records; measured."""
 
 _LOOPED = "its records are differentiated in a loop, exact, but slow: {}"
 
@@ -60,8 +67,11 @@ class Alone:
                 "branches on values and without state that a pass changes, or choose another model "
                 "where the line is a library's own"
             ) from error
-        size = model.size * model.vector.element_size()
-        self.step = max(1, min(_AT_A_TIME, norms.keep_bytes(model.vector) // size))
+        tensors = [n for n in self._one.nodes if isinstance(n.meta.get("val"), Tensor)]
+        numbers = sum(math.prod(n for n in shape_of(t) if isinstance(n, int)) for t in tensors)
+        fit = norms.keep_bytes(model.vector) // model.vector.element_size()
+        few, many = min(_FEW, fit // model.size), min(_MANY, fit // max(model.size, numbers))
+        self.step = max(1, few, many)
         self._by_vmap, self.draws = self._takes_vmap(x, y), self._one.draws
         if not self._by_vmap:
             self.step = 1
@@ -77,6 +87,11 @@ class Alone:
         losses, rows = self._rows(x, y)
         return wide(losses), {name: [Made(found)] for name, found in rows.items()}
 
+    def length(self, expected: float, **how: bool) -> int:
+        """Return P; see layout.length_for."""
+        most = self.step
+        return most if most <= _FEW else length_for(expected, most, _OVERHEAD, **how)
+
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of at most `step` records."""
         return wide(self._rows(x, y)[0])
@@ -91,7 +106,7 @@ class Alone:
             told = "vmap would look up one record's entries in another's table"
             self._announce(logging.WARNING, _LOOPED.format(told))
             return False
-        x, y = (v.new_zeros((self.step, *v.shape[1:])) for v in (x, y))
+        x, y = (v.new_zeros((min(self.step, _FEW), *v.shape[1:])) for v in (x, y))
         draws = self._one.draws
         numbers = PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None
         with without_fused_draws(self._model), drawing(numbers):
