@@ -322,13 +322,17 @@ def check_model(module, loss, x, y, tolerance=1e-12, rows=None, way="graph", way
     found = kernels(module, loss, *(ways or ()))
     assert not ways or set(ways) - found.keys() <= {"dense"}
     each = [loss(module(x[j : j + 1].clone()), y[j : j + 1]) for j in range(len(x))]
+    # Of a given length, as to find one takes longer than these sums: see tests of layouts.
+    layout = Placement(length=8)
     for name, kernel in found.items():
         for clip, weights in ((math.inf, None), (math.inf, w), (middle, None), (1e-3 * middle, w)):
-            total = kernel.clipped_sum(x, y, clip, None if weights is None else dealt(w))
+            given = None if weights is None else dealt(w)
+            total = kernel.clipped_sum(x, y, clip, given, layout=layout)
             off = error(total, clipped(rows, clip, weights))
             assert off < tolerance, f"{name} is off by {off:.1e} at clip {clip}"
         losses = torch.cat(each).detach()
-        assert torch.allclose(kernel.losses(x, y), losses, rtol=10 * tolerance, atol=tolerance)
+        alike = kernel.losses(x, y, layout)
+        assert torch.allclose(alike, losses, rtol=10 * tolerance, atol=tolerance)
         assert kernel.way(x, y) == (way if name == "graph" else name)
     assert torch.equal(given_x, x)
     return kernel
