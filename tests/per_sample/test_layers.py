@@ -16,7 +16,7 @@ from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 
-COMMON = settings(max_examples=6, deadline=None, derandomize=True)
+COMMON = settings(max_examples=4, deadline=None, derandomize=True)
 # torch warns of its own copy for padding="same" with an even kernel.
 asymmetric = pytest.mark.filterwarnings("ignore:Using padding='same'")
 seeds = st.integers(0, 2**16)
@@ -67,7 +67,7 @@ def check_layers(reference, layers, x, seed, keep=True):
     behind = x.is_floating_point()
     if behind:
         x = torch.randn(x.shape, dtype=torch.float64)
-    model = Beside(layers, behind).double().requires_grad_(True)
+    model = Beside(layers, behind).double()
     for p in model.parameters():
         p.data.normal_()
     y = torch.randn_like(model(x).detach())
@@ -112,7 +112,7 @@ def convolutions(draw, dimensions):
 
 
 @asymmetric
-@settings(COMMON, max_examples=10)
+@settings(COMMON, max_examples=7)
 @given(convolutions(2), seeds, st.booleans())
 def test_conv2d(reference, case, seed, keep):
     check_layers(reference, *case, seed, keep)
@@ -188,27 +188,24 @@ def test_group_norm(reference, batch, groups, each, positions, seed):
     check_layers(reference, layers, torch.zeros(batch, channels, *positions), seed)
 
 
-@pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (nn.Linear(4, 3), (5, 4)),
-        (nn.Linear(4, 3), (5, 2, 4)),
-        (nn.Conv1d(4, 3, 2), (5, 4, 6)),
-        (nn.Conv2d(2, 3, 2), (5, 2, 3, 3)),
-        (nn.LayerNorm(4), (5, 2, 4)),
-        (nn.GroupNorm(2, 4), (5, 4, 3)),
+        (lambda: nn.Linear(4, 3), (5, 2, 4)),
+        (lambda: nn.Conv1d(4, 3, 2), (5, 4, 6)),
+        (lambda: nn.Conv2d(2, 3, 2), (5, 2, 3, 3)),
+        (lambda: nn.LayerNorm(4), (5, 2, 4)),
+        (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
     ],
 )
-def test_one_parameter_of_a_layer_may_be_frozen(reference, layer, shape, name):
-    layer.requires_grad_(True)
-    getattr(layer, name).requires_grad_(False)
-    model = nn.Sequential(nn.Linear(shape[-1], shape[-1]), layer, nn.Flatten())
-    reference.check_structure(model, reference.data(*shape))
+def test_one_parameter_of_a_layer_may_be_frozen(reference, layer, shape):
+    layers = [layer(), layer()]
+    layers[0].weight.requires_grad_(False)
+    layers[1].bias.requires_grad_(False)
+    check_layers(reference, layers, torch.zeros(shape), 0)
 
 
-@pytest.mark.parametrize("way", ["graph", "records"])
-@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize(("way", "scale"), [("graph", 1.0), ("graph", 1e4), ("records", 1.0)])
 def test_a_gradient_that_cancels_is_not_taken_for_none(reference, way, scale):
     # Positions 1 and 2 have equal inputs and opposite output gradients: G = 0 but for rounding.
     # A norm from rounding alone must not let that rounding be scaled up beyond C.
