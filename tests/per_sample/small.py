@@ -1,6 +1,23 @@
-"""Small models of several kinds, for tests of what all of them go through."""
+"""Small models of several kinds and a loss, for tests of what all of them go through."""
 
 from torch import Tensor, nn
+
+
+def off_by(outputs: Tensor, y: Tensor) -> Tensor:
+    """Squared differences from the class's number, summed: traced in half of cross-entropy's time.
+
+    outputs: [B, K]; y: [B]; the losses are [B].
+    """
+    return (outputs - y[:, None]).square().sum(1)
+
+
+def cnn() -> nn.Module:
+    """As the papers' CNN, narrower, for images [B, 1, 12, 12] of three classes."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(288, 32), nn.ReLU(inplace=True), nn.Linear(32, 3),
+    )  # fmt: skip
 
 
 class Recurrent(nn.Module):
