@@ -3,7 +3,6 @@
 Each succeeded on an earlier kernel. What is asserted is always ‖S(D + r) - S(D)‖ <= C (1 + slack).
 """
 
-import itertools
 import os
 import subprocess
 import sys
@@ -169,10 +168,10 @@ def test_sums_of_many_equal_records_round_within_the_slack(count, dense):
     kernel = made(nn.Sequential(nn.Linear(4, 3)))
     if not dense:
         kernel._passes.dense = None
-    for seed in range(2 if count < 10**5 else 1):
+    for seed in range(2 if count < 10**4 else 1):
         v = 3 * torch.randn(1, 4, generator=torch.Generator().manual_seed(seed))
         x = v.expand(count, 4).contiguous()
-        for clip in (1.0, 0.01):
+        for clip in (1.0, 0.01) if count < 10**5 else (1.0,):
             assert shifted(kernel, x, v, clip) <= 1
             assert shifted(kernel, x, -v, clip) <= 1
 
@@ -189,7 +188,7 @@ def test_sums_of_many_records_are_float64(exact, monkeypatch):
     # 511.5 in one coordinate, then many steps of -3/4 of the last digit there. Behind one record
     # more the sum is beyond 512, whose last digit is twice as large: each step is lost. With the
     # mend taken out, the attack succeeds. One record is in a pass, so products do not matter.
-    x = torch.zeros(1024, 2)
+    x = torch.zeros(896, 2)
     x[:511, 0], x[511, 0], x[512:, 0] = 1.0, 0.5, -0.75 * 2.0**-15
     y = torch.full((len(x), 1), -1.0)
     most = allowed(len(x), 1.0)
@@ -259,9 +258,9 @@ def test_one_record_more_changes_no_last_bit_of_the_others(shape, dense):
     x = null_space(kernel, 130, 1e9)
     long = torch.full((1, shape[0]), 2e12)
     y = torch.full((131,), 2)
-    for count, places in ((1, [0]), (16, [16]), (130, [0, 130])):
+    for count, places in ((1, [0, 0, 0]), (16, [16, 16, 16]), (130, [0, 130, 0])):
         before = kernel.clipped_sum(x[:count], y[:count], 1.0).double()
-        for r, place in itertools.product((x[:1], 1e-30 * x[:1], long), places):
+        for r, place in zip((x[:1], 1e-30 * x[:1], long), places, strict=True):
             along = torch.cat([x[:place], r, x[place:count]])
             after = kernel.clipped_sum(along, y[: count + 1], 1.0).double()
             assert float((after - before).norm()) <= allowed(count, 1.0)
