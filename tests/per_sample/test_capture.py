@@ -5,12 +5,11 @@ import math
 
 import pytest
 import torch
-from tests.per_sample.small import Attention, Recurrent
+from tests.per_sample.small import Attention, Recurrent, cnn
 from tests.per_sample.taped import recorded
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.models import zoo
 from fedpact.per_sample import capture
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
@@ -30,7 +29,7 @@ def tapes(monkeypatch, card):
 
 
 MODELS = {
-    "cnn": (lambda: zoo.cnn_padded((1, 12, 12), 3), (1, 12, 12)),
+    "cnn": (cnn, (1, 12, 12)),
     "recurrent": (Recurrent, (7, 5)),
     "attention": (Attention, (7, 8)),
 }
@@ -49,10 +48,10 @@ def test_replayed_sums_are_the_eager_ones(reference, name, tapes):
     module, x, y = case(name)
     captured = PerSampleKernel(FlatModel(module), cross_entropy)
     layout = Placement(length=16)
-    for step in range(3):
+    for step in range(2):
         some = slice(10 * step, 10 * step + 20 + 4 * step)
         w = torch.rand(some.stop - some.start)
-        for clip, weights in ((0.5, None), (2.0**-30, None), (math.inf, None), (0.1, "w")):
+        for clip, weights in ((2.0**-30, None), (math.inf, None), (0.1, "w")):
             asked = None if weights is None else reference.dealt(w)
             found = captured.clipped_sum(x[some], y[some], clip, asked, layout=layout)
             rows = reference.per_sample_loop(module, cross_entropy, x[some], y[some])
@@ -67,7 +66,7 @@ def test_replayed_sums_are_the_eager_ones(reference, name, tapes):
 def test_one_capture_for_each_model_and_length(tapes):
     module, x, y = case("cnn")
     one = PerSampleKernel(FlatModel(module), cross_entropy)
-    for _ in range(3):
+    for _ in range(2):
         for length in (8, 16):
             one.clipped_sum(x, y, 0.5, layout=Placement(length=length))
             # Scattered slots are the same passes.
