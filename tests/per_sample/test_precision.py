@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.per_sample.small import Attention, Recurrent, Residual
+from tests.per_sample.small import Attention, Recurrent, Residual, cnn
 from tests.spread import spread
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,7 +50,7 @@ MODELS = {
         lambda: nn.Sequential(nn.Linear(40, 80), nn.Tanh(), nn.Flatten(), nn.Linear(320, 3)),
         (4, 40),
     ),
-    "cnn": (lambda: zoo.cnn_padded((1, 12, 12), 3), (1, 12, 12)),
+    "cnn": (cnn, (1, 12, 12)),
     "residual": (Residual, (1, 8, 8)),
     "recurrent": (Recurrent, (7, 5)),
     "attention": (Attention, (7, 8)),
@@ -208,9 +208,10 @@ def test_a_sum_of_fewer_digits_breaks_the_bound():
 def test_a_plain_run_s_sums_and_a_private_one_s_agree(precision):
     kernel, x, y = case("cnn", precision)
     plain = PlainKernel(FlatModel(copy.deepcopy(kernel.model.module), precision), cross_entropy)
-    a, b = kernel.clipped_sum(x, y, math.inf), plain.weighted_sum(x, y)
+    layout = Placement(length=32)
+    a, b = kernel.clipped_sum(x, y, math.inf, layout=layout), plain.weighted_sum(x, y)
     # Beside the lengths of what was summed: the sum itself cancels, by more than its terms round.
-    off = float((a - b).norm() / kernel.norms(x, y).sum())
+    off = float((a - b).norm() / kernel.norms(x, y, layout).sum())
     assert off <= {"float32": 1e-6, "tf32": 2**-8, "bf16": 2**-8}[precision]
 
 
