@@ -34,8 +34,9 @@ def scattered(kernel, x, y, expected, seed=0):
     return scatter(SeededDraws(seed, "site", 0).positions(len(y), length, 0), length)
 
 
-@pytest.mark.parametrize("count", [1, 7, 16, 40, 130])
-@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize(
+    ("images", "count"), [(False, 1), (True, 7), (False, 16), (True, 40), (False, 130)]
+)
 def test_every_layout_gives_the_same_sum(reference, images, count):
     torch.manual_seed(0)
     layers = [nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]
@@ -141,7 +142,7 @@ def test_scattered_sums_move_by_one_record_on_any_library(reference, uneven, cou
     """Whatever was expected of the batch: r has a slot, and the others keep theirs."""
     kernel, x, y, r, label = at_a_kink(reference, count)
     more = torch.cat([r, x]), torch.cat([label, y])
-    for seed in range(5):
+    for seed in range(2):
         positions = SeededDraws(seed, "site", 0).positions(count + 1, length, 0)
         without, of = scatter(positions[1:], length), scatter(positions, length)
         before = kernel.clipped_sum(x, y, C, layout=without).double()
@@ -177,7 +178,6 @@ def test_no_two_records_stand_in_one_slot():
             assert torch.equal(placed.places % 24, positions)
             assert len(set(placed.places.tolist())) == count
             most = max(positions.tolist().count(slot) for slot in range(24))
-            assert placed.slots == 24 * most
             assert placed.slots == 24 * most
 
 
@@ -261,8 +261,10 @@ def alike(passes, x, y):
     return True
 
 
-@pytest.mark.parametrize("width", [1, 3, 37])
-@pytest.mark.parametrize("act", [nn.SiLU, nn.ELU, nn.SELU, nn.Softplus, nn.Mish, nn.Sigmoid])
+@pytest.mark.parametrize(
+    ("act", "width"),
+    [(nn.SiLU, 37), (nn.ELU, 3), (nn.SELU, 37), (nn.Softplus, 3), (nn.Mish, 37), (nn.Sigmoid, 1)],
+)
 def test_no_slot_is_computed_by_other_code(act, width):
     """Numbers that do not fill the last registers are computed one by one, and rounded otherwise.
 
@@ -335,8 +337,7 @@ def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected)
     passes = PerSampleKernel(FlatModel(module()), loss)._passes
     form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
     length = passes.length(*form, expected, traced=True)
-    for _ in range(3):
-        assert alike(passes, torch.randn(length, width), torch.randint(2, (length,)))
+    assert alike(passes, torch.randn(length, width), torch.randint(2, (length,)))
 
 
 @pytest.mark.parametrize(("module", "width", "loss"), ODD)
