@@ -15,6 +15,7 @@ from fedpact.common.params import FlatModel
 from fedpact.models import zoo
 from fedpact.per_sample import convolution, dense, norms, products, rules
 from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.layout import Placement
 
 WAYS = ("dense", "graph")
 
@@ -54,18 +55,20 @@ def test_float32_norms_are_good_enough_to_clip_by(reference, make, shape):
     torch.manual_seed(1)
     model = make(shape, 10)
     x, y = torch.rand(4, *shape), torch.arange(4)
+    layout = Placement(length=8)
     for kernel in reference.kernels(model, cross_entropy).values():
-        for j in range(4):
-            one = slice(j, j + 1)
-            found = kernel.clipped_sum(x[one], y[one], 0.01, lambda ell: 1e6 + 0 * ell)
+        for one in (slice(j, j + 1) for j in range(4)):
+            found = kernel.clipped_sum(
+                x[one], y[one], 0.01, lambda ell: 1e6 + 0 * ell, layout=layout
+            )
             assert abs(float(found.double().norm()) / 0.01 - 1) <= 1e-5
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
-def test_records_that_are_not_finite_spoil_no_other_in_float32(reference, shape, bad):
+@pytest.mark.parametrize(("channels", "bad"), [(1, math.nan), (3, math.inf), (3, 1e38)])
+def test_records_that_are_not_finite_spoil_no_other_in_float32(reference, channels, bad):
     # Routines that work on several records at once must not carry a NaN across.
     torch.manual_seed(0)
+    shape = channels, 28, 28
     model = zoo.cnn_padded(shape, 10)
     x, y = torch.rand(19, *shape), torch.arange(19) % 10
     others = torch.tensor([j for j in range(19) if j not in (2, 7, 18)])
@@ -86,8 +89,9 @@ def test_batches_of_every_size_in_turn(reference):
     model = zoo.cnn((1, 28, 28), 10)
     x, y = torch.rand(17, 1, 28, 28), torch.arange(17) % 10
     kernels = reference.kernels(model, cross_entropy, "graph", "records").values()
+    layout = Placement(length=8)
     for n in (3, 17, 0, 1, 16, 2):
-        a, b = (k.clipped_sum(x[:n], y[:n], 0.1) for k in kernels)
+        a, b = (k.clipped_sum(x[:n], y[:n], 0.1, layout=layout) for k in kernels)
         assert torch.allclose(a, b, rtol=0, atol=1e-6 * max(n, 1) * 0.1)
         assert bool(a.any()) == (n > 0)
 
@@ -157,7 +161,7 @@ def test_frozen_parameters_are_passed_through(reference):
         nn.Flatten(), nn.Linear(8 * 9, 4), nn.Tanh(), nn.Linear(4, 3),
     ).double()  # fmt: skip
     x, y = reference.data(4, 1, 12, 12), torch.tensor([0, 1, 2, 0])
-    for frozen in ([0], [3], [6], [0, 3], [8], [0, 8]):
+    for frozen in ([0, 3], [6], [0, 8]):
         for i in (0, 3, 6, 8):
             model[i].requires_grad_(i not in frozen)
         check(reference, model, cross_entropy, x, y)
