@@ -20,7 +20,6 @@ from fedpact.per_sample.kernel import PerSampleKernel
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (nn.Linear(4, 4), (5, 4)),
         (nn.Linear(4, 4), (5, 3, 4)),
         (nn.Conv2d(2, 2, 3, padding=1), (5, 2, 6, 5)),
         (nn.LayerNorm(4), (5, 3, 4)),
@@ -119,9 +118,6 @@ def test_relu_in_place_behind_first_and_later_layers(reference):
         nn.Conv2d(1, 3, 3), relu, nn.Conv2d(3, 3, 3), relu, nn.GroupNorm(1, 3), relu, nn.Flatten()
     )
     reference.check_structure(images, reference.data(5, 1, 7, 7))
-    reference.check_structure(
-        nn.Sequential(nn.Linear(4, 8), relu, nn.Linear(8, 2)), reference.data(5, 3, 4)
-    )
 
     def overwritten(m, x):
         # Of three dimensions, a linear layer's output is a view: overwritten, it is another tensor.
@@ -137,16 +133,12 @@ def test_residual_connections_in_place(reference):
         h += torch.tanh(x)
         z = m.second(torch.tanh(h))
         z += h
-        return z.mul_(2)
-
-    def partly(m, x):
-        z = residual(m, x)
+        z.mul_(2)
         z[:, 1:] *= 2
         return z
 
-    for function in (residual, partly):
-        model = reference.Apply(function, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
-        reference.check_structure(model, way="graph")
+    model = reference.Apply(residual, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    reference.check_structure(model)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
@@ -159,8 +151,7 @@ def test_the_output_of_dropout_may_be_modified(reference, rate):
         z += torch.tanh(x)
         return z * h.sin()
 
-    model = reference.Apply(residual, layer=nn.Linear(4, 4))
-    reference.check_structure(model, way="graph")
+    reference.check_structure(reference.Apply(residual, layer=nn.Linear(4, 4)))
 
 
 def test_an_input_changed_in_place_after_it_was_read(reference):
@@ -176,12 +167,11 @@ def test_an_input_changed_in_place_after_it_was_read(reference):
         h = torch.tanh(x)
         return m.layer(h) + (h + 1)
 
-    x, y = reference.data(3, 4), reference.data(3, 4, seed=1)
-    for layer in (nn.Linear(4, 4), reference.Shift(4)):
-        model = reference.Apply(overwriting, layer=layer).double()
-        same = reference.Apply(without, layer=layer)
-        rows = reference.per_sample_loop(same, squared_error, x, y)
-        reference.check(model, squared_error, x, y, rows=rows)
+    x, y, layer = reference.data(3, 4), reference.data(3, 4, seed=1), nn.Linear(4, 4)
+    model = reference.Apply(overwriting, layer=layer).double()
+    same = reference.Apply(without, layer=layer)
+    rows = reference.per_sample_loop(same, squared_error, x, y)
+    reference.check(model, squared_error, x, y, rows=rows)
 
 
 def test_frozen_layers_pass_gradients_on(reference):
@@ -198,18 +188,14 @@ def test_frozen_layers_pass_gradients_on(reference):
 def test_parameters_without_a_loss_add_zeros(reference):
     def ignoring(m, x):
         m.unused(x)
-        return m.used(x) + m.still(x).detach()
-
-    def silent(m, x):
         with torch.no_grad():
             h = m.still(x)
-        return ignoring(m, x) + h
+        return m.used(x) + m.still(x).detach() + h
 
-    for function in (ignoring, silent):
-        model = reference.Apply(
-            function, unused=nn.Linear(4, 4), used=nn.Linear(4, 4), still=reference.Shift(4)
-        )
-        reference.check_structure(model, rows="loop")
+    model = reference.Apply(
+        ignoring, unused=nn.Linear(4, 4), used=nn.Linear(4, 4), still=reference.Shift(4)
+    )
+    reference.check_structure(model, rows="loop")
 
 
 @pytest.mark.parametrize("way", ["graph", "records"])
@@ -271,33 +257,6 @@ def test_a_batch_measured_in_several_slices(reference, monkeypatch):
     assert max(seen) <= 80
     assert len({*seen}) == 1
     assert reference.error(found, reference.clipped(rows, 2.0, 1 + losses)) < 1e-13
-
-
-PICKS = {
-    "last": lambda o, n: o[torch.arange(o.shape[0]), n],
-    "last by size": lambda o, n: o[torch.arange(o.size(0), device=o.device), n],
-    "take_along_dim": lambda o, n: torch.take_along_dim(o, n.view(-1, 1, 1), 1)[:, 0],
-    "gather": lambda o, n: o.gather(1, n.view(-1, 1, 1).expand(-1, 1, o.shape[2]))[:, 0],
-    "flat": lambda o, n: o.flatten(0, 1)[torch.arange(o.shape[0]) * o.shape[1] + (n + 1) - 1],
-    "mask": lambda o, n: o[
-        torch.arange(o.shape[0])[:, None, None, None], torch.arange(o.shape[1])[None, None, None]
-    ].sum((1, 2, 3)),
-}
-
-
-@pytest.mark.parametrize("name", PICKS)
-def test_the_last_step_of_each_record_is_picked_in_a_batch(reference, name):
-    """As classifiers of sequences take it, and as masks are looked up, by the record's number."""
-
-    def picked(m, x):
-        o = torch.tanh(m.body(m.table(x)))
-        return m.head(PICKS[name](o, (x != 0).sum(1) - 1))
-
-    x = torch.randint(1, 7, (6, 5), generator=torch.Generator().manual_seed(0))
-    x[:, 3:] = 0
-    x[2, 2:] = 0
-    layers = {"table": nn.Embedding(7, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
-    reference.check_structure(reference.Apply(picked, **layers), x)
 
 
 PLACES = {
