@@ -10,6 +10,7 @@ from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.per_sample.clipping import UNIFORM, Fair
 from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.layout import Placement
 
 
 def moved(kernel, x, y, r, of_r, clip, weights, before=None, **how):
@@ -61,16 +62,16 @@ def test_tiny_inputs_with_huge_weights(clip, size, dense):
     kernel = PerSampleKernel(FlatModel(nn.Sequential(first, nn.Tanh(), last)), cross_entropy)
     if not dense:
         kernel._passes.dense = None
-    r = torch.full((1, 4), size)
+    # What is no number in the other slots is none of r's.
+    r, layout = torch.full((1, 4), size), Placement(length=32)
     for weights in (Fair(0.1, -1e8), Fair(0.1, 0.0), Fair(1e30, 0.0)):
-        before = kernel.clipped_sum(x, y, clip, weights).double()
+        before = kernel.clipped_sum(x, y, clip, weights, layout=layout).double()
         for label in torch.arange(3)[:, None]:
-            assert moved(kernel, x, y, r, label, clip, weights, before) <= 1
+            assert moved(kernel, x, y, r, label, clip, weights, before, layout=layout) <= 1
 
 
-@pytest.mark.parametrize("clip", [2.0**-90, 2.0**-60, 2.0**-30, 2.0**-19, 1.0])
-@pytest.mark.parametrize("offset", [1e30, 1e38])
-@pytest.mark.parametrize("slope", [1e-20, 1e-23, 1e-30])
+@pytest.mark.parametrize("clip", [2.0**-90, 2.0**-60, 2.0**-19, 1.0])
+@pytest.mark.parametrize(("offset", "slope"), [(1e30, 1e-20), (1e38, 1e-23), (1e38, 1e-30)])
 def test_a_weight_that_overflows_in_units_of_the_clip(slope, offset, clip):
     torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(nn.Linear(4, 1, bias=False)), of_parts)
@@ -80,7 +81,7 @@ def test_a_weight_that_overflows_in_units_of_the_clip(slope, offset, clip):
         assert moved(kernel, x, y, r, of_r, clip, Fair(1.0, 1.0)) <= 1
 
 
-@pytest.mark.parametrize("slope", [1.0, 1e-20, 1e-30, 1e-34, 1e-36, 1e-38])
+@pytest.mark.parametrize("slope", [1.0, 1e-20, 1e-34, 1e-38])
 @pytest.mark.parametrize("wide", [False, True], ids=["one position", "several"])
 def test_gradients_whose_squares_float64_does_not_hold(wide, slope):
     """A norm of 0 was found for them, and so the whole weight was their coefficient: 1e304."""
