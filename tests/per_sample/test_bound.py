@@ -141,8 +141,7 @@ def test_nor_a_sum_of_differences(name, apart):
     attacked(name, lambda x, y, c, _: made.clipped_difference(x, y, w, anchor, c), 1)
 
 
-@pytest.mark.parametrize("keep", [norms.KEEP_BYTES, 1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "keep"), by_turns(norms.KEEP_BYTES, 1))
 def test_one_record_more_changes_no_bit_of_the_others_losses(name, keep, monkeypatch):
     """Else a count of losses below a bound would move by more than that record's own vote."""
     monkeypatch.setattr(norms, "KEEP_BYTES", keep)
