@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.per_sample.small import off_by
 from tests.spread import spread
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -25,6 +26,7 @@ from fedpact.per_sample.tracing.batch_rules import Mixed, Where
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, drawing, drawn, expected
 
 RATE, WIDTH = 0.4, 8
+LAYOUT = Placement(length=16)
 
 
 def attention(x: Tensor) -> Tensor:
@@ -80,7 +82,7 @@ def kernel_of(between, kind=PerSampleKernel, way="graph", **more):
 
     way: what the test makes the kernel take where it takes it first.
     """
-    return kind(FlatModel(Net(between, **more).double()), cross_entropy)
+    return kind(FlatModel(Net(between, **more).double()), off_by)
 
 
 @pytest.fixture
@@ -99,7 +101,7 @@ def test_numbers_follow_from_the_seed_alone(between, records):
     sums = []
     for seed in (1, 1, 2):
         kernel.seed(lambda seed=seed: seed)
-        sums.append(kernel.clipped_sum(*records, 1.0))
+        sums.append(kernel.clipped_sum(*records, 1.0, layout=LAYOUT))
     assert torch.equal(sums[0], sums[1])
     assert not torch.equal(sums[0], sums[2])
     assert torch.equal(torch.get_rng_state(), before)
@@ -118,10 +120,9 @@ def test_a_record_more_adds_its_own_share_alone(drawing, way, records, monkeypat
     kernel.seed(lambda: 3)
     if way == "loop":
         kernel._passes._traced(x, y)._by_vmap = False
-    layout = Placement(length=8)
 
     def summed(chosen):
-        return kernel.clipped_sum(x[chosen], y[chosen], clip, layout=layout)
+        return kernel.clipped_sum(x[chosen], y[chosen], clip, layout=Placement(length=8))
 
     everybody = torch.arange(11)
     for r in (0, 4, 10):
@@ -142,7 +143,7 @@ def test_ways_draw_the_same_numbers_for_a_record(between, records, monkeypatch):
             monkeypatch.setattr("fedpact.per_sample.passes.Graph", refused)
         kernel = kernel_of(between, way=way)
         kernel.seed(lambda: 5)
-        found.append(kernel.clipped_sum(*records, 1.0))
+        found.append(kernel.clipped_sum(*records, 1.0, layout=LAYOUT))
     if between not in (DRAWING["one for all"], DRAWING["features' order"]):
         assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
 
@@ -211,11 +212,11 @@ def test_recurrent_layers_drop_between_their_layers(layer):
     kernel = PerSampleKernel(FlatModel(Steps()), cross_entropy)
     assert kernel.way(x, y) == "graph"
     kernel.seed(lambda: 1)
-    parts = sum(kernel.clipped_sum(x[[j]], y[[j]], 0.1) for j in range(6))
-    found = kernel.clipped_sum(x, y, 0.1)
+    parts = sum(kernel.clipped_sum(x[[j]], y[[j]], 0.1, layout=LAYOUT) for j in range(6))
+    found = kernel.clipped_sum(x, y, 0.1, layout=LAYOUT)
     assert torch.allclose(found, parts, rtol=1e-4, atol=1e-6)
     kernel.seed(lambda: 2)
-    assert not torch.allclose(found, kernel.clipped_sum(x, y, 0.1), rtol=1e-3)
+    assert not torch.allclose(found, kernel.clipped_sum(x, y, 0.1, layout=LAYOUT), rtol=1e-3)
 
 
 class Dropped(nn.Module):
@@ -244,13 +245,14 @@ def test_dropped_weights_have_the_gradient_of_the_loss(layer, weight):
     kernel = PerSampleKernel(FlatModel(Dropped(layer(), weight).double()), cross_entropy)
     kernel.seed(lambda: 5)
     x, y = torch.randn(4, 3, 5, dtype=torch.float64), torch.arange(4) % 3
-    w, found = kernel.model.vector.clone(), kernel.clipped_sum(x, y, math.inf)
+    w = kernel.model.vector.clone()
+    found = kernel.clipped_sum(x, y, math.inf, layout=LAYOUT)
     assert kernel.way(x, y) == "graph"
     along, step = torch.randn(len(w), dtype=torch.float64), 1e-5
     ends = []
     for sign in (1, -1):
         kernel.model.load(w + sign * step * along)
-        ends.append(float(kernel.losses(x, y).sum()))
+        ends.append(float(kernel.losses(x, y, LAYOUT).sum()))
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(float(found @ along), rel=1e-6)
 
 
