@@ -37,7 +37,6 @@ def verify(module, x=None, y=None, dtype=torch.float64):
     PerSampleKernel(FlatModel(module), squared_error).verify(x, y)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "module",
     [
@@ -48,8 +47,8 @@ def verify(module, x=None, y=None, dtype=torch.float64):
         nn.Sequential(nn.Linear(4, 4), nn.Threshold(1e9, 0.0)),
     ],
 )
-def test_models_that_treat_records_independently_pass(module, dtype):
-    verify(module, dtype=dtype)
+def test_models_that_treat_records_independently_pass(module):
+    verify(module, dtype=torch.float32)
     dropout = [m for m in module.modules() if isinstance(m, nn.Dropout)]
     assert all(m.training for m in dropout)
 
