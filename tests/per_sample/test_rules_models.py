@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from tests.per_sample.attacked import Means, allowed, moved
+from tests.per_sample.small import off_by
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -17,6 +18,7 @@ from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Made, Outer, is_few
 from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.rules import of_arguments
 
 
@@ -110,35 +112,32 @@ LAYERS = {
 }
 
 
-def made(build, dtype=torch.float32):
-    torch.manual_seed(0)
-    return PerSampleKernel(FlatModel(build().to(dtype)), cross_entropy)
-
-
 @cache
 def attacked(name):
-    return made(LAYERS[name][0])
+    torch.manual_seed(0)
+    return PerSampleKernel(FlatModel(LAYERS[name][0]()), cross_entropy)
 
 
-def exact(kernel, x, y):
+def exact(module, x, y):
+    kernel = PerSampleKernel(FlatModel(module.double()), off_by)
     assert kernel.way(x, y) == "graph"
     rows = kernel.alone(x, y)
     for clip in (torch.inf, float(rows.norm(dim=1).median())):
         c = (clip / rows.norm(dim=1)).clamp(max=1)
         expected = c @ rows
-        found = kernel.clipped_sum(x, y, clip)
+        found = kernel.clipped_sum(x, y, clip, layout=Placement(length=8))
         assert (found - expected).norm() <= 1e-9 * expected.norm()
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_uses_of_a_parameter_are_exact(name):
     build, shape = LAYERS[name]
-    x, y = torch.randn(5, *shape, dtype=torch.float64), torch.arange(5) % 3
-    exact(made(build, torch.float64), x, y)
+    torch.manual_seed(0)
+    exact(build(), torch.randn(5, *shape, dtype=torch.float64), torch.arange(5) % 3)
 
 
 def test_a_table_that_scores_its_own_words_is_exact():
-    exact(made(Tied, torch.float64), torch.randint(0, 3, (5, 7)), torch.arange(5) % 3)
+    exact(Tied(), torch.randint(0, 3, (5, 7)), torch.arange(5) % 3)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -210,7 +209,7 @@ class Decaying(nn.Module):
 def test_functions_of_weights_are_pulled_back_at_once(keep, monkeypatch):
     """A call of autograd takes longer than what a small model does in it."""
     torch.manual_seed(0)
-    kernel = PerSampleKernel(FlatModel(Decaying().double()), cross_entropy)
+    kernel = PerSampleKernel(FlatModel(Decaying().double()), off_by)
     x, y = torch.randn(8, 5, 4, dtype=torch.float64), torch.arange(8) % 4
     each = kernel.alone(x, y)
     kernel.clipped_sum(x, y, 1.0)
@@ -256,8 +255,7 @@ class Marked(nn.Module):
 def test_what_is_folded_marked_or_compared_is_exact_and_bounded(layer, width):
     torch.manual_seed(0)
     x, y = 2 * torch.randn(4, 6, 3, dtype=torch.float64), torch.arange(4) % 3
-    still = Means(layer(), width).double().eval()
-    exact(PerSampleKernel(FlatModel(still), cross_entropy), x, y)
+    exact(Means(layer(), width).eval(), x, y)
     kernel = PerSampleKernel(FlatModel(Means(layer(), width)), cross_entropy)
     r, clip = torch.tensor([3e38, -1e-30, 40.0]).expand(1, 6, 3), 0.3
     assert moved(
