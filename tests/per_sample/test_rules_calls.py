@@ -285,12 +285,14 @@ def test_a_parameter_that_is_repeated(shape):
     check(call, {0: torch.stack(expected)})
 
 
-FILMS = [(n, False) for n in (1, 2, 3)] + [(n, True) for n in (1, 2, 3)]
+FILMS = itertools.product((1, 2, 3), (False, True), SETTINGS)
+PLACES = itertools.cycle([Where(0, 1, 3), Where(0, 3, 1), Where(0, 2, 2), Where(0, 2, 1)])
 
 
-@pytest.mark.parametrize(("dimensions", "transposed"), FILMS)
-@pytest.mark.parametrize("case", SETTINGS)
-@pytest.mark.parametrize("where", [Where(0, 1, 3), Where(0, 3, 1), Where(0, 2, 2)])
+@pytest.mark.parametrize(
+    ("dimensions", "transposed", "case", "where"),
+    [(*film, next(PLACES)) for film in FILMS],
+)
 def test_convolutions_of_several_images_a_record(dimensions, transposed, case, where):
     stride, padding, dilation, groups, multiplier = case
     op = (TRANSPOSED if transposed else OPS)[dimensions]
