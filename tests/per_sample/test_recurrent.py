@@ -157,7 +157,7 @@ def check_against_torch(case: Case) -> None:
             close(found[j], wanted)
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(derandomize=True, deadline=None, max_examples=50)
 @given(
     kind=st.sampled_from(sorted(_KINDS)),
     batch=st.integers(1, 4),
