@@ -290,8 +290,7 @@ PLACES = itertools.cycle([Where(0, 1, 3), Where(0, 3, 1), Where(0, 2, 2), Where(
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "transposed", "case", "where"),
-    [(*film, next(PLACES)) for film in FILMS],
+    ("dimensions", "transposed", "case", "where"), [(*film, next(PLACES)) for film in FILMS]
 )
 def test_convolutions_of_several_images_a_record(dimensions, transposed, case, where):
     stride, padding, dilation, groups, multiplier = case

@@ -135,8 +135,7 @@ QUIETLY = ("mean", "length", "in place")
 
 
 @pytest.mark.parametrize(
-    ("name", "quiet"),
-    [*((n, nullcontext) for n in MIXING), *((n, torch.no_grad) for n in QUIETLY)],
+    ("name", "quiet"), [*((n, nullcontext) for n in MIXING), *((n, torch.no_grad) for n in QUIETLY)]
 )
 def test_a_model_that_mixes_records_is_exact_on_each_or_refused(name, quiet):
     torch.manual_seed(0)

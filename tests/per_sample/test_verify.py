@@ -110,10 +110,7 @@ def test_a_model_that_returns_no_row_for_each_record_is_found():
 
 @pytest.mark.parametrize(
     "function",
-    [
-        lambda x: x if x.sum().item() > 0 else 2 * x,
-        lambda x: x * float(x.detach().mean()),
-    ],
+    [lambda x: x if x.sum().item() > 0 else 2 * x, lambda x: x * float(x.detach().mean())],
 )
 def test_models_that_look_at_values_are_refused(function):
     with pytest.raises(ModelError, match="cannot be differentiated record by record"):

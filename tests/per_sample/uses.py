@@ -149,10 +149,7 @@ add("view reshape _unsafe_view", _then(lambda g, x: g.shape(x)))
 add("flatten.using_ints", _then(_one_of(0, 1, 2), _one_of(-1, 1, 2)))
 add("unflatten.int", _then(_dim, _one_of([1, -1], [2, -1], [-1, 1], [-1, 2])))
 add("permute", _then(lambda g, x: g.rng.sample(range(n := x.meta["val"].dim()), n)))
-add(
-    "transpose.int swapaxes swapdims movedim.int moveaxis.int",
-    _then(_dim, _dim),
-)
+add("transpose.int swapaxes swapdims movedim.int moveaxis.int", _then(_dim, _dim))
 add("movedim.intlist moveaxis.intlist", _then(_is([0, -1]), _one_of([-1, 0], [1, 0], [-1, -2])))
 
 

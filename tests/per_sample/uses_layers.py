@@ -176,8 +176,7 @@ add(
     ),
 )
 add(
-    "instance_norm",
-    lambda g: (g.front(2, 3), None, None, None, None, g.likely(), 0.1, 1e-5, False),
+    "instance_norm", lambda g: (g.front(2, 3), None, None, None, None, g.likely(), 0.1, 1e-5, False)
 )
 add("cross_entropy_loss nll_loss_nd", _classes(1))
 add("nll_loss", _classes(0))
