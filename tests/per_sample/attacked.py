@@ -142,6 +142,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "views": (_viewed, (2, 8, 8), "graph"),
     "signals": (lambda: Means(nn.Conv1d(3, 4, 3), 4, 2), (3, 20), "graph"),
     "linear": (lambda: Means(nn.Linear(6, 5, bias=False), 5), (30, 6), "graph"),
+    "few": (lambda: Means(nn.Conv2d(32, 32, 3), 32, (2, 3)), (32, 4, 4), "graph"),
     "groups": (lambda: Means(_grouped(), 4, (2, 3)), (2, 5, 5), "graph"),
     "attention": (Attention, (5, 6), "graph"),
     "shared": (Shared, (4, 6), "graph"),
@@ -171,22 +172,28 @@ def _grouped() -> nn.Module:
 @cache
 def kernel(name: str) -> PerSampleKernel:
     """The kernel of a model by its name, traced once."""
-    build, _, _ = MODELS[name]
-    torch.manual_seed(0)
-    made = PerSampleKernel(FlatModel(build()), cross_entropy)
+    found = PerSampleKernel(FlatModel(made(name)), cross_entropy)
     if name == "rows":
-        made._passes.dense = None
-    return made
+        found._passes.dense = None
+    return found
 
 
-def records(name: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
+def records(
+    name: str, count: int, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Ordinary records for a model."""
     _, shape, _ = MODELS[name]
     g = torch.Generator().manual_seed(seed)
     y = torch.randint(0, CLASSES, (count,), generator=g)
     if name == "words":
         return torch.randint(0, 9, (count, *shape), generator=g), y
-    return torch.randn(count, *shape, generator=g), y
+    return torch.randn(count, *shape, generator=g).to(dtype), y
+
+
+def made(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """A model by its name."""
+    torch.manual_seed(seed)
+    return MODELS[name][0]().to(dtype)
 
 
 def put(x: Tensor, r: Tensor, place: int) -> Tensor:

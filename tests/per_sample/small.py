@@ -43,16 +43,3 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(x).mean(1))
-
-
-class Residual(nn.Module):
-    """Images x [B, 1, H, W] beside what a normalised convolution makes of them, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.norm, self.slope, self.head = nn.GroupNorm(2, 8), nn.PReLU(), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        return self.head((x + self.slope(self.norm(self.b(x)))).mean((2, 3)))

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.per_sample.small import Attention, Recurrent, Residual, cnn
+from tests.per_sample.attacked import made, records
 from tests.spread import spread
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -29,33 +28,7 @@ from fedpact.per_sample.layout import Placement
 CLIP, SLOTS = 0.5, 64
 
 
-class OneByOne(nn.Module):
-    """A sum along the batch, which keeps no records apart: they are given one by one."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.first(x).cumsum(0)[-1:])
-
-
-MODELS = {
-    "mlp": (lambda: zoo.mlp((1, 6, 6), 3), (1, 6, 6)),
-    "positions": (
-        lambda: nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Flatten(), nn.Linear(1200, 3)),
-        (30, 6),
-    ),
-    "few and wide": (
-        lambda: nn.Sequential(nn.Linear(40, 80), nn.Tanh(), nn.Flatten(), nn.Linear(320, 3)),
-        (4, 40),
-    ),
-    "cnn": (cnn, (1, 12, 12)),
-    "residual": (Residual, (1, 8, 8)),
-    "recurrent": (Recurrent, (7, 5)),
-    "attention": (Attention, (7, 8)),
-    "one by one": (OneByOne, (6,)),
-}
+NAMES = ("rows", "positions", "gram", "pooled", "groups", "lstm", "attention", "records")
 
 
 class Tf32(TorchDispatchMode):
@@ -105,11 +78,9 @@ def precision(request, monkeypatch):
         yield request.param
 
 
-def case(name, precision, count=60):
-    make, shape = MODELS[name]
-    torch.manual_seed(0)
-    x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(1))
-    return PerSampleKernel(FlatModel(make(), precision), cross_entropy), x, torch.arange(count) % 3
+def case(name, precision):
+    kernel = PerSampleKernel(FlatModel(made(name), precision), cross_entropy)
+    return kernel, *records(name, 60, 1)
 
 
 def strange(x):
@@ -136,7 +107,7 @@ def scattered(count):
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), spread(MODELS, PRECISIONS, one_in=3), indirect=["precision"]
+    ("name", "precision"), spread(NAMES, PRECISIONS, one_in=3), indirect=["precision"]
 )
 def test_no_record_moves_a_sum_by_more(name, precision):
     kernel, x, y = case(name, precision)
@@ -152,7 +123,7 @@ def test_no_record_moves_a_sum_by_more(name, precision):
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), spread(MODELS, PRECISIONS, one_in=3), indirect=["precision"]
+    ("name", "precision"), spread(NAMES, PRECISIONS, one_in=3), indirect=["precision"]
 )
 def test_clipped_gradients_have_the_clips_length(name, precision):
     """Of numbers that are measured before they are rounded it would be off by 2^-9, 2^-11."""
@@ -167,7 +138,7 @@ def test_clipped_gradients_have_the_clips_length(name, precision):
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), spread(MODELS, PRECISIONS, one_in=3), indirect=["precision"]
+    ("name", "precision"), spread(NAMES, PRECISIONS, one_in=3), indirect=["precision"]
 )
 def test_sums_are_near_those_of_all_digits_and_not_the_same(name, precision):
     kernel, x, y = case(name, precision)
@@ -183,7 +154,7 @@ def test_sums_are_near_those_of_all_digits_and_not_the_same(name, precision):
 
 def test_a_sum_of_fewer_digits_breaks_the_bound():
     """Were what adds records of fewer digits, too, one of many equal records would show it."""
-    kernel, x, y = case("cnn", "bf16")
+    kernel, x, y = case("pooled", "bf16")
     x, y = x[:1].expand_as(x), y[:1].expand_as(y)
     layout, most = scattered(len(x)), CLIP * (1 + slack(len(x)))
     gradients = kernel._passes.gradients
@@ -206,7 +177,7 @@ def test_a_sum_of_fewer_digits_breaks_the_bound():
 
 
 def test_a_plain_run_s_sums_and_a_private_one_s_agree(precision):
-    kernel, x, y = case("cnn", precision)
+    kernel, x, y = case("pooled", precision)
     plain = PlainKernel(FlatModel(copy.deepcopy(kernel.model.module), precision), cross_entropy)
     layout = Placement(length=32)
     a, b = kernel.clipped_sum(x, y, math.inf, layout=layout), plain.weighted_sum(x, y)
