@@ -61,53 +61,11 @@ def test_tied_weights(reference):
     reference.check_structure(nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 2)))
 
 
-def test_a_table_tied_to_the_layer_that_reads_it_out(reference):
-    """As language models have it; the transpose is a way of its own to use a table."""
-
-    def tied(m, x):
-        return m.head(torch.tanh(m.table(x)).mean(1))
-
-    def transposed(m, x):
-        return torch.tanh(m.table(x)).mean(1) @ m.table.weight.t()
-
-    x = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
-    model = reference.Apply(tied, table=nn.Embedding(5, 3), head=nn.Linear(3, 5))
-    model.head.weight = model.table.weight
-    reference.check_structure(model, x)
-    reference.check_structure(reference.Apply(transposed, table=nn.Embedding(5, 3)), x)
-
-
 def test_a_parameter_used_outside_its_module(reference):
     def outside(m, x):
         return F.linear(torch.tanh(m.linear(x)), m.linear.weight) * m.linear.bias
 
     reference.check_structure(reference.Apply(outside, linear=nn.Linear(4, 4)))
-
-
-def test_a_number_that_is_a_parameter_and_what_follows_from_it(reference):
-    """A temperature, as a layer of numbers is scaled by, or its logarithm."""
-    for f in (lambda m, x: m.linear(x) * m.t, lambda m, x: m.linear(x) * m.t.exp()):
-        model = reference.Apply(f, linear=nn.Linear(4, 3))
-        model.t = nn.Parameter(torch.tensor(0.3))
-        reference.check_structure(model, reference.data(5, 4))
-
-
-class Tokens(nn.Module):
-    """A class token and positions: parameters of a module's own, given to every record."""
-
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, 4))
-        self.positions = nn.Parameter(torch.randn(4, 4))
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x):
-        h = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
-        return self.layer(torch.tanh(h)).flatten(1)
-
-
-def test_a_class_token_and_bare_parameters(reference):
-    reference.check_structure(Tokens(), reference.data(5, 3, 4))
 
 
 def test_relu_in_place_behind_first_and_later_layers(reference):
