@@ -249,16 +249,18 @@ def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared
     assert math.isfinite(float(found[0].norm()))
 
 
-def alike(passes, x, y):
-    """Whether a pass over these records gives each the same bits in every slot."""
+def assert_slots_are_alike(module, width, classes, loss, expected):
+    """Of passes as long as they are for so many records x [n, width]: each slot has the same bits."""
+    passes = PerSampleKernel(FlatModel(module), loss)._passes
+    form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
+    length = passes.length(*form, expected, traced=True)
+    x, y = torch.randn(length, width), torch.randint(classes, (length,))
     with torch.no_grad():
         base = [v.clone() for v in passes.gradients(x, y).factors()]
-        for shift in range(1, len(x)):
+        for shift in range(1, length):
             found = passes.gradients(x.roll(shift, 0), y.roll(shift, 0)).factors()
             pairs = zip(base, found, strict=True)
-            if not all(torch.equal(a.roll(shift, 0), b) for a, b in pairs):
-                return False
-    return True
+            assert all(torch.equal(a.roll(shift, 0), b) for a, b in pairs)
 
 
 @pytest.mark.parametrize(
@@ -274,11 +276,8 @@ def test_no_slot_is_computed_by_other_code(act, width):
     module = nn.Sequential(
         nn.Linear(64, width), act(), nn.Linear(width, 2), nn.ReLU(), nn.Linear(2, 3)
     )
-    passes = PerSampleKernel(FlatModel(module), cross_entropy)._passes
-    form = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
     for expected in (5.0, 30.0):
-        length = passes.length(*form, expected, traced=True)
-        assert alike(passes, torch.randn(length, 64), torch.randint(3, (length,)))
+        assert_slots_are_alike(module, 64, 3, cross_entropy, expected)
 
 
 class TimeFirst(nn.Module):
@@ -334,10 +333,7 @@ ODD = [
 @pytest.mark.parametrize("expected", [20.0, 30.0])
 def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected):
     torch.manual_seed(0)
-    passes = PerSampleKernel(FlatModel(module()), loss)._passes
-    form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
-    length = passes.length(*form, expected, traced=True)
-    assert alike(passes, torch.randn(length, width), torch.randint(2, (length,)))
+    assert_slots_are_alike(module(), width, 2, loss, expected)
 
 
 @pytest.mark.parametrize(("module", "width", "loss"), ODD)
