@@ -96,7 +96,10 @@ def test_batches_of_every_size_in_turn(reference):
         assert bool(a.any()) == (n > 0)
 
 
-def test_pooled_convolutions_are_summed_sparsely(reference, monkeypatch):
+@pytest.mark.parametrize(
+    "pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 2, ceil_mode=True)]
+)
+def test_pooled_convolutions_are_summed_sparsely(reference, monkeypatch, pool):
     """By the places of the windows' maxima, of images that lie by pixel; ties count once."""
     used = []
 
@@ -109,13 +112,13 @@ def test_pooled_convolutions_are_summed_sparsely(reference, monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 5), nn.ReLU(inplace=True),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 9, 3),
+        pool, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8 * 4, 3),
     ).double()  # fmt: skip
     x, y = reference.data(5, 3, 12, 12).relu(), torch.arange(5) % 3
     check(reference, model, cross_entropy, x, y)
     (layer, maxima), *_ = used
     assert layer.shape[1] == 16
-    assert maxima.shape[2:] == (3, 3)
+    assert maxima.shape[2:] == pool(torch.zeros(1, 1, 6, 6)).shape[2:]
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t, _ in used)
 
 
