@@ -270,20 +270,7 @@ def test_a_private_run_needs_no_statement_about_constants(tmp_path, monkeypatch)
     assert fedpact.run(Positioned, data, out=tmp_path / "run", **settings).summary["private"]
 
 
-PLAIN = [
-    0.0,
-    0.25,
-    1e-6,
-    -1e4,
-    8.0,
-    512.0,
-    45.254834,
-    64**-0.5,
-    2.3025851,
-    -1.0986123,
-    2.6592,
-    65504.0,
-]
+PLAIN = 0.0, 0.25, 1e-6, -1e4, 8.0, 512.0, 45.254834, 64**-0.5, 2.3025851, -1.0986123, 65504.0
 
 
 @pytest.mark.parametrize("number", [*PLAIN, -torch.inf, torch.finfo(torch.bfloat16).min])
