@@ -178,11 +178,6 @@ def _previous(model, h):
     return found
 
 
-def _running(model, h):
-    model.mean = 0.9 * model.mean + 0.1 * h.detach().mean(0)
-    return h - model.mean
-
-
 def _buffer(model, h):
     model.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
     return h - model.mean
@@ -226,7 +221,7 @@ def _held(model, h):
 
 
 _WRITE = (_part_of_a_buffer, _written_to, _held, _batch_statistics, _given_statistics)
-_REMEMBER = (_previous, _running, _buffer, _weights, _hundredth)
+_REMEMBER = (_previous, _buffer, _weights, _hundredth)
 
 
 @pytest.mark.parametrize(
@@ -359,31 +354,23 @@ def test_a_gradient_of_halves_is_measured_in_whole_numbers():
     assert found <= clip * (1 + slack(21))
 
 
-def _blanked(m, x):
+def _blanked(x):
     """The features that a record's last number names are blanked."""
     named = x[:, 6:].long() + 6 * torch.arange(len(x))[:, None]
     return x[:, :6].reshape(-1).index_fill(0, named.reshape(-1), 0.0).view(-1, 6)
 
 
-def _looked_up(m, x):
+def _looked_up(x):
     """From a table of the record's own."""
     return F.embedding(x[:, 6].long() + 3 * torch.arange(len(x)), x[:, :6].reshape(-1, 2))
 
 
 @pytest.mark.parametrize(("middle", "width", "other"), [(_blanked, 6, -1.0), (_looked_up, 2, 3.0)])
-def test_a_record_reveals_nothing_of_another(middle, width, other):
+def test_a_record_reveals_nothing_of_another(reference, middle, width, other):
     """Put one behind the other, as vmap puts them, it names what is its neighbours'."""
-
-    class Naming(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(width, 3)
-
-        def forward(self, x):
-            return self.layer(middle(self, x))
-
     torch.manual_seed(0)
-    kernel = PerSampleKernel(FlatModel(Naming()), off_by)
+    model = reference.Apply(lambda m, x: m.layer(middle(x)), layer=nn.Linear(width, 3))
+    kernel = PerSampleKernel(FlatModel(model), off_by)
     x, y = 5 * torch.randn(20, 7), torch.arange(20) % 3
     x[:, 6] = 0
 
@@ -432,18 +419,13 @@ BEYOND = (-1, 4, 5, 9, -5), (0, 0, 1, 2, 1)
 
 
 @pytest.mark.parametrize("name", BY_INDEX)
-def test_under_vmap_an_index_reaches_no_other_record(name):
+def test_under_vmap_an_index_reaches_no_other_record(reference, name):
     """Of what is given to vmap: torch's puts some tables one behind the other."""
 
-    class Indexed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
+    def indexed(m, x):
+        return BY_INDEX[name](x[0, :4] * m.scale, x[0, 4, :2].long()).reshape(1, -1)
 
-        def forward(self, x):
-            return BY_INDEX[name](x[0, :4] * self.scale, x[0, 4, :2].long()).reshape(1, -1)
-
-    model = FlatModel(Indexed())
+    model = FlatModel(reference.Apply(indexed, scale=nn.Parameter(torch.ones(3))))
     x, y = torch.randn(6, 5, 3), torch.zeros(6)
     x[:, 4] = torch.arange(3.0)
     one = Program(model, lambda outputs, y: outputs.sum(1) + 0 * y, x, y, 1)
@@ -475,54 +457,39 @@ def test_under_vmap_an_index_reaches_no_other_record(name):
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("fill", [0.5, None])
-def test_values_from_a_records_type_are_constants(fill, named):
+def test_values_from_a_records_type_are_constants(reference, fill, named):
     def made(m, x):
         value = x.shape[0] if fill is None else fill
         more = x.new_full((1,), fill_value=value) if named else x.new_full((1,), value)
         return m.layer(x) + x.new_zeros(3) + more
 
-    class Made(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        forward = made
-
-    kernel = PerSampleKernel(FlatModel(Made()), off_by)
+    kernel = PerSampleKernel(FlatModel(reference.Apply(made, layer=nn.Linear(6, 3))), off_by)
     x, y = torch.randn(8, 6), torch.arange(8) % 3
     assert kernel.way(x, y) == ("records" if fill is None else "graph")
     total = kernel.clipped_sum(x, y, math.inf)
     assert torch.allclose(total, kernel.alone(x, y).sum(0), atol=1e-6)
 
 
-def test_sparse_gradients_are_added_record_by_record():
-    class Sparse(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(7, 6, sparse=True)
-            self.first = nn.Linear(6, 3)
+def test_sparse_gradients_are_added_record_by_record(reference):
+    def run(m, x):
+        h = m.embedding(x).mean(1)
+        return m.first(h + 1e-9 * h.cumsum(0))
 
-        def forward(self, x):
-            h = self.embedding(x).mean(1)
-            return self.first(h + 1e-9 * h.cumsum(0))
-
-    kernel = PerSampleKernel(FlatModel(Sparse()), cross_entropy)
+    table = nn.Embedding(7, 6, sparse=True)
+    model = reference.Apply(run, embedding=table, first=nn.Linear(6, 3))
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
     x, y = torch.arange(16).view(8, 2) % 7, torch.arange(8) % 3
     total = kernel.clipped_sum(x, y, math.inf)
     rows = [kernel.clipped_sum(x[j : j + 1], y[j : j + 1], math.inf) for j in range(8)]
     assert torch.allclose(total, torch.stack(rows).sum(0), atol=1e-6)
 
 
-def test_a_parameter_of_no_numbers_has_no_gradient():
-    class Empty(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.none = nn.Linear(6, 3), nn.Parameter(torch.zeros(0, 3))
-
-        def forward(self, x):
-            return self.layer(x) + self.none.sum()
-
-    kernel = PerSampleKernel(FlatModel(Empty()), cross_entropy)
+def test_a_parameter_of_no_numbers_has_no_gradient(reference):
+    none = nn.Parameter(torch.zeros(0, 3))
+    model = reference.Apply(
+        lambda m, x: m.layer(x) + m.none.sum(), layer=nn.Linear(6, 3), none=none
+    )
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
     x, y = torch.randn(8, 6), torch.arange(8) % 3
     total = kernel.clipped_sum(x, y, math.inf)
     assert torch.allclose(total, kernel.alone(x, y).sum(0), atol=1e-6)
