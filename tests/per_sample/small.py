@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from fedpact.per_sample.kernel import PerSampleKernel
+
 
 def off_by(outputs: Tensor, y: Tensor) -> Tensor:
     """Squared differences from the class's number, summed: traced in half of cross-entropy's time.
@@ -9,6 +11,12 @@ def off_by(outputs: Tensor, y: Tensor) -> Tensor:
     outputs: [B, K]; y: [B]; the losses are [B].
     """
     return (outputs - y[:, None]).square().sum(1)
+
+
+def by_autograd(kernel: PerSampleKernel, x: Tensor, y: Tensor, clip: float) -> Tensor:
+    """The clipped sum of gradients that are made by ordinary autograd, record by record."""
+    rows = kernel.alone(x, y)
+    return (rows * (clip / rows.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
 
 
 def cnn() -> nn.Module:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from tests.per_sample.attacked import allowed, moved
-from tests.per_sample.small import off_by
+from tests.per_sample.small import by_autograd, off_by
 from tests.spread import spread
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -66,8 +66,7 @@ def test_the_last_step_is_taken_many_records_at_a_time(pick, recurrent):
     x, y = torch.randint(1, 30, (11, 7)), torch.arange(11) % 3
     for j in range(11):
         x[j, 2 + j % 6 :] = 0
-    each = kernel.alone(x, y)
-    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
+    expected = by_autograd(kernel, x, y, 0.5)
     places = torch.arange(11) + 3
     assert kernel.way(x, y) == "graph"
     # Eleven records fill no pass: whatever empty slots hold, the model has to take it.
@@ -93,11 +92,9 @@ def test_some_picks_are_made_record_by_record(pick):
     torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(LastStep(pick)), off_by)
     x, y = torch.randint(1, 30, (5, 7)), torch.arange(5) % 3
-    each = kernel.alone(x, y)
     assert kernel.way(x, y) == "records"
-    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
     found = kernel.clipped_sum(x, y, 0.5, layout=Placement(length=8))
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(found, by_autograd(kernel, x, y, 0.5), rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_taken_out_as_a_number_is_refused_with_its_line():
@@ -109,21 +106,17 @@ def test_a_step_taken_out_as_a_number_is_refused_with_its_line():
 
 
 @pytest.mark.parametrize("way", ["index", "index_select"])
-def test_a_flat_index_names_no_row_of_another_record(way):
+def test_a_flat_index_names_no_row_of_another_record(reference, way):
     """Behind its last row, or before its first, is a neighbour's."""
 
-    class Naming(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 3)
-
-        def forward(self, x):
-            rows, n = x[:, 1:].reshape(-1, 2), x[:, 0].long()
-            at = torch.arange(len(x)) * 3 + n
-            return self.layer(rows[at] if way == "index" else rows.index_select(0, at))
+    def naming(m, x):
+        rows, n = x[:, 1:].reshape(-1, 2), x[:, 0].long()
+        at = torch.arange(x.shape[0]) * 3 + n
+        return m.layer(rows[at] if way == "index" else rows.index_select(0, at))
 
     torch.manual_seed(0)
-    kernel = PerSampleKernel(FlatModel(Naming()), off_by)
+    model = FlatModel(reference.Apply(naming, layer=nn.Linear(2, 3)))
+    kernel = PerSampleKernel(model, off_by)
     x, y, clip = 5 * torch.randn(20, 7), torch.arange(20) % 3, 0.05
     x[:, 0] = 0
     assert kernel.way(x, y) == "graph"
@@ -140,19 +133,11 @@ def test_a_flat_index_names_no_row_of_another_record(way):
         assert torch.allclose(found, kernel.clipped_sum(r, y[:1], clip), atol=1e-5)
 
 
-def test_a_mask_of_none_or_several_rows_leaves_out_its_record():
+def test_a_mask_of_none_or_several_rows_leaves_out_its_record(reference):
     """Of no row, or of several, it is no record; others keep their rows."""
-
-    class Marked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 3)
-
-        def forward(self, x):
-            return self.layer(x[..., 1:][x[..., 0] > 0])
-
     torch.manual_seed(0)
-    kernel = PerSampleKernel(FlatModel(Marked()), cross_entropy)
+    model = reference.Apply(lambda m, x: m.layer(x[..., 1:][x[..., 0] > 0]), layer=nn.Linear(2, 3))
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
     x, y = torch.randn(20, 4, 3), torch.arange(20) % 3
     x[..., 0] = torch.eye(4)[torch.arange(20) % 4] - 0.5
     assert kernel.way(x, y) == "graph"
@@ -191,8 +176,7 @@ def test_a_tied_table_is_summed_without_one_for_each_record(steps, twice, rows, 
     kernel = PerSampleKernel(FlatModel(Tied(steps, twice)), off_by)
     x, y = torch.randint(0, 9, (12, 6)), torch.randint(0, 200, (12,))
     x[:, 1:4] *= 22
-    each = kernel.alone(x, y)
-    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
+    expected = by_autograd(kernel, x, y, 0.5)
     monkeypatch.setattr(Lookup, "rows", lambda *_: pytest.fail("a table for a record"))
     found = kernel.clipped_sum(x, y, 0.5, layout=Placement(length=16))
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
@@ -347,10 +331,8 @@ def test_packed_sequences_of_a_record_are_exact_or_refused(inner):
         with pytest.raises(ModelError, match="fold them with the records first"):
             kernel.clipped_sum(x, y, 0.5)
         return
-    each = kernel.alone(x, y)
-    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
     found = kernel.clipped_sum(x, y, 0.5, layout=Placement(length=8))
-    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(found, by_autograd(kernel, x, y, 0.5), rtol=1e-9, atol=1e-12)
 
 
 LAYERS = [
@@ -385,10 +367,8 @@ def test_packed_rows_have_the_gradients_of_each_alone(kind, read, settings, plac
     kernel, layout = PerSampleKernel(FlatModel(module), off_by), Placement(length=8)
     assert kernel.way(x, y) == "graph"
     assert torch.allclose(kernel.losses(x, y, layout), together)
-    each = kernel.alone(x, y)
-    expected = (each * (0.5 / each.norm(dim=1)).clamp_max(1)[:, None]).sum(0)
     found = kernel.clipped_sum(x, y, 0.5, layout=layout)
-    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(found, by_autograd(kernel, x, y, 0.5), rtol=1e-9, atol=1e-12)
 
 
 def test_one_thread_traces_a_small_convolution():
@@ -424,25 +404,13 @@ def test_windows_wholly_in_the_padding_are_refused(pool):
 
 
 @pytest.mark.parametrize("dilation", [1, 8])
-def test_pooling_after_relu_gives_what_the_model_gives(dilation):
-    class Pooled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.out = nn.Conv2d(1, 2, 1), nn.Linear(2, 3)
+def test_pooling_after_relu_gives_what_the_model_gives(reference, dilation):
+    def pooled(m, x):
+        h = nn.functional.max_pool2d(m.conv(x).relu(), 2, stride=1, padding=1, dilation=dilation)
+        return m.out(h.clamp(min=-1).mean((2, 3)))
 
-        def forward(self, x):
-            pooled = nn.functional.max_pool2d(
-                self.conv(x).relu(), 2, stride=1, padding=1, dilation=dilation
-            )
-            return self.out(pooled.clamp(min=-1).mean((2, 3)))
-
-    net, x = Pooled(), torch.randn(4, 1, 9, 9, generator=torch.Generator().manual_seed(0))
-    y, model = torch.arange(4) % 3, FlatModel(net)
-    found = PerSampleKernel(model, cross_entropy).clipped_sum(x, y, 1e6)
-    model.load(model.vector)
-    expected = torch.autograd.grad(
-        cross_entropy(net(x), y).sum(), [p for p in net.parameters() if p.requires_grad]
-    )
-    torch.testing.assert_close(
-        found, torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-5
-    )
+    x, y = torch.randn(4, 1, 9, 9, generator=torch.Generator().manual_seed(0)), torch.arange(4) % 3
+    model = FlatModel(reference.Apply(pooled, conv=nn.Conv2d(1, 2, 1), out=nn.Linear(2, 3)))
+    kernel = PerSampleKernel(model, off_by)
+    found = kernel.clipped_sum(x, y, 1e6)
+    torch.testing.assert_close(found, by_autograd(kernel, x, y, 1e6), rtol=1e-4, atol=1e-5)
