@@ -68,16 +68,13 @@ MESSAGES = "to look at what|does not look|as many numbers|lay in memory|is no op
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-def test_operations_that_do_not_look_are_refused(name):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.layer = nn.Parameter(torch.randn(6, 3)), nn.Linear(3, 3)
+def test_operations_that_do_not_look_are_refused(reference, name):
+    def run(m, x):
+        return m.layer(UNSAFE[name](m, x)[: x.shape[0], :3])
 
-        def forward(self, x):
-            return self.layer(UNSAFE[name](self, x)[: len(x), :3])
-
-    kernel = PerSampleKernel(FlatModel(Model()), off_by)
+    table = nn.Parameter(torch.randn(6, 3))
+    model = reference.Apply(run, table=table, layer=nn.Linear(3, 3))
+    kernel = PerSampleKernel(FlatModel(model), off_by)
     with pytest.raises(ModelError, match=MESSAGES):
         kernel.clipped_sum(torch.ones(4, 9), torch.arange(4) % 3, 1.0)
 
@@ -174,18 +171,15 @@ def test_division_of_whole_numbers_is_torchs(dtype):
         assert torch.equal(by(least, -torch.ones_like(least), rounding_mode="trunc"), least)
 
 
-def test_frozen_statistics_with_in_place_operations():
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.last = nn.Linear(9, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
+def test_frozen_statistics_with_in_place_operations(reference):
+    def residual(m, x):
+        h = m.norm(m.first(x))
+        h += x
+        return m.last(h)
 
-        def forward(self, x):
-            h = self.norm(self.first(x))
-            h += x
-            return self.last(h)
-
-    kernel = PerSampleKernel(FlatModel(Residual().eval()), cross_entropy)
+    layers = {"first": nn.Linear(9, 9), "norm": nn.BatchNorm1d(9), "last": nn.Linear(9, 3)}
+    model = FlatModel(reference.Apply(residual, **layers).eval())
+    kernel = PerSampleKernel(model, cross_entropy)
     x, y = torch.randn(8, 9), torch.arange(8) % 3
     kernel.verify(x, y)
     total = kernel.clipped_sum(x, y, math.inf)
