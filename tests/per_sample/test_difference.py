@@ -117,16 +117,12 @@ def test_the_points_may_be_the_models_own_vector():
 
 
 def test_an_input_that_is_a_view_of_the_weights(reference):
-    class Positions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.layer = nn.Parameter(torch.randn(4, 6)), nn.Linear(6, 1)
-
-        def forward(self, x):
-            return x + self.layer(self.table.expand(x.shape[0], 4, 6)).squeeze(-1)
-
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), Positions()).double()
+    positions = reference.Apply(
+        lambda m, x: x + m.layer(m.table.expand(x.shape[0], 4, 6)).squeeze(-1),
+        table=nn.Parameter(torch.randn(4, 6)), layer=nn.Linear(6, 1),
+    )  # fmt: skip
+    module = nn.Sequential(nn.Linear(4, 4), positions).double()
     x, y = reference.data(5, 4), reference.data(5, 4, seed=1)
     for frozen in (False, True):
         module[1].table.requires_grad_(not frozen)

@@ -78,16 +78,10 @@ def test_a_model_that_fits_one_batch_size_is_refused():
         kernel.clipped_sum(torch.randn(3, 7, 4), torch.randn(3, 7, 4), 1.0)
 
 
-def test_a_model_that_returns_no_row_for_each_record_is_found():
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(2))
-
-        def forward(self, x):
-            return self.table.expand(x.shape[0] + 1, 2)
-
-    kernel = PerSampleKernel(FlatModel(Table()), lambda out, y: out.sum(1)[: y.shape[0]])
+def test_a_model_that_returns_no_row_for_each_record_is_found(reference):
+    table = nn.Parameter(torch.randn(2))
+    model = reference.Apply(lambda m, x: m.table.expand(x.shape[0] + 1, 2), table=table)
+    kernel = PerSampleKernel(FlatModel(model), lambda out, y: out.sum(1)[: y.shape[0]])
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     # A record alone has a loss all the same, and its gradient is what is summed.
     assert torch.allclose(kernel.clipped_sum(x, y, 1.0), 3 / 2**0.5 * torch.ones(2))
