@@ -24,47 +24,27 @@ def words(count=5):
     return torch.randint(0, 7, (count, 4), generator=torch.Generator().manual_seed(1))
 
 
-def masked(kind, length):
-    ahead = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
-    if kind == "others":
-        return ahead.flip(0).fill_diagonal_(False)
-    return ahead if kind == "causal" else torch.zeros(length, length).masked_fill(ahead, -torch.inf)
-
-
-# The reference's.
-UNBATCHED = pytest.mark.filterwarnings("ignore:There is a performance drop")
-
-
-@UNBATCHED
-@pytest.mark.parametrize(
-    ("kind", "padded"),
-    [
-        pytest.param("causal", False, marks=pytest.mark.slow),
-        pytest.param("causal", True, marks=pytest.mark.slow),
-        ("causal, added", True),
-        ("others", False),
-    ],
-)
-def test_torch_transformer_with_a_mask_of_unknown_kind(reference, kind, padded):
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # the reference's
+@pytest.mark.parametrize("causal", [True, False])
+def test_torch_transformer_with_a_mask_of_unknown_kind(reference, causal):
     """It looks into the mask whether it is the causal one, which a trace does not."""
 
-    class Causal(nn.Module):
-        def __init__(self):
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-            self.embedding, self.last = nn.Embedding(7, 8), nn.Linear(8, 3)
-            self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    def run(m, x):
+        ahead, padding = torch.ones(4, 4, dtype=torch.bool).triu(1), None
+        mask = ahead.flip(0).fill_diagonal_(False)
+        if causal:
+            mask = torch.zeros(4, 4).masked_fill(ahead, -torch.inf)
+            padding = torch.zeros(x.shape).masked_fill(x == 6, -torch.inf)
+        h = m.encoder(m.embedding(x), mask=mask, src_key_padding_mask=padding)
+        return m.last(h).mean(1)
 
-        def forward(self, x):
-            mask, left_out = masked(kind, x.shape[1]), None
-            if padded:
-                added = torch.zeros(x.shape).masked_fill(x == 6, -torch.inf)
-                left_out = added if mask.is_floating_point() else x == 6
-            h = self.encoder(self.embedding(x), mask=mask, src_key_padding_mask=left_out)
-            return self.last(h).mean(1)
-
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    model = reference.Apply(
+        run, embedding=nn.Embedding(7, 8), encoder=encoder, last=nn.Linear(8, 3)
+    )
     looks = nn.modules.transformer._detect_is_causal_mask
-    reference.check_structure(Causal(), words())
+    reference.check_structure(model, words())
     assert nn.modules.transformer._detect_is_causal_mask is looks
 
 
@@ -107,78 +87,6 @@ def test_a_batch_that_does_not_lead(reference, length):
         kernel.verify(x, torch.zeros_like(model(x)).detach())
 
 
-class Two(nn.Module):
-    """A layer of two halves of a record, and one of the first of them."""
-
-    def __init__(self, both, first):
-        super().__init__()
-        self.both, self.first = both, first
-
-    def forward(self, x):
-        return self.both(x[:, 0], x[:, 1]) * self.first(x[:, 0])
-
-
-class Added(nn.Module):
-    """Products that torch adds in the same operation."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.bias, self.weight = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4, 3))
-        self.rows = nn.Parameter(torch.randn(rows, 3))
-
-    def forward(self, x):
-        first = torch.addmm(self.bias, x[:, 0], self.weight, beta=0.5, alpha=2)
-        weights = self.weight.expand(len(x), 4, 3)
-        return first[:, None] + torch.baddbmm(self.rows, x, weights)
-
-
-class Sampled(nn.Module):
-    """An image, looked at where the image says, and tables as large as it."""
-
-    def __init__(self):
-        super().__init__()
-        self.where, self.head = nn.Linear(48, 6), nn.Linear(48, 3)
-        self.table = nn.Parameter(torch.randn(1, 4, 4, dtype=torch.float32))
-
-    def forward(self, x):
-        grid = F.affine_grid(self.where(x.flatten(1)).view(-1, 2, 3), x.shape, align_corners=False)
-        found = F.grid_sample(x, grid, align_corners=False)
-        found = found + self.table.type_as(x).expand_as(x)
-        return self.head(found.flatten(1).reshape_as(x).view_as(x).flatten(1))
-
-
-class Modes(nn.Module):
-    """The first waves of a record, mixed and written in front of zeros, as Fourier operators do."""
-
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Parameter(torch.randn(3, 2, 2, 2))
-
-    def forward(self, x):
-        waves = torch.fft.rfft(x)
-        out = torch.zeros(len(x), 2, 4, dtype=waves.dtype)
-        mixed = torch.einsum("bit,iot->bot", waves[..., :2], torch.view_as_complex(self.mix))
-        out[:, :, :2], out[..., 3] = mixed, waves[:, :2, 0]
-        return torch.fft.irfft(out, n=6)
-
-
-class Prompted(nn.Module):
-    """Rows in front of a record's, computed for one record and expanded to all; more at the end."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("names", torch.arange(2))
-        self.prompt, self.tail = nn.Embedding(2, 4), nn.Parameter(torch.randn(2, 4))
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x):
-        names = self.names.unsqueeze(0).expand(len(x), -1).to(torch.int64)
-        prompt = self.prompt(names[:1]).expand(len(x), -1, -1)
-        tail = self.tail.repeat(len(x), 1).view(-1, 2, 4).repeat_interleave(2, 0)
-        h = torch.cat([prompt, x, tail.view(-1, 4, 4)], 1)
-        return self.layer(F.pad(h[:, 1:], (0, 0, 0, 1, 0, 0)))
-
-
 @pytest.mark.parametrize(
     ("mode", "padding", "weighted"),
     [
@@ -198,44 +106,6 @@ def test_bags_of_indices_are_traced(reference, mode, padding, weighted):
     reference.check_structure(model, x, rows="loop")
 
 
-class Extremes(nn.Module):
-    """The larger and the smaller of two numbers, in both ways to write it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.least = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
-
-    def forward(self, x):
-        h = torch.max(self.first(x), self.least)
-        return torch.min(h, torch.maximum(x[..., 1:], -self.least))
-
-
-class Composed(nn.Module):
-    """Operations that torch makes of others, or gives another name, and complex numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.points = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x):
-        h = self.first(x).clip(-1, 1)
-        waves = torch.polar(h.arcsinh().multiply(2), torch.logaddexp(h, x))
-        near = F.cosine_similarity(h[..., None, :], self.points, dim=-1)
-        return torch.tensordot(waves.conj().angle(), self.points, ([-1], [1])) + near
-
-
-class Fixed(nn.Module):
-    """A weight and a number as they are, without gradient, by their .data."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-
-    def forward(self, x):
-        h = self.first(x)
-        return F.linear(h * h.data, self.first.weight.data)
-
-
 class Clipped(nn.Linear):
     """A weight that every pass shortens, as discriminators have."""
 
@@ -244,35 +114,106 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
+def added(m, x):
+    """Products that torch adds in the same operation."""
+    first = torch.addmm(m.bias, x[:, 0], m.weight, beta=0.5, alpha=2)
+    return first[:, None] + torch.baddbmm(m.rows, x, m.weight.expand(x.shape[0], 4, 3))
+
+
+def sampled(m, x):
+    """An image, looked at where the image says, and tables as large as it."""
+    grid = F.affine_grid(m.where(x.flatten(1)).view(-1, 2, 3), x.shape, align_corners=False)
+    found = F.grid_sample(x, grid, align_corners=False)
+    found = found + m.table.float().type_as(x).expand_as(x)
+    return m.head(found.flatten(1).reshape_as(x).view_as(x).flatten(1))
+
+
+def modes(m, x):
+    """The first waves of a record, mixed and written in front of zeros, as Fourier operators do."""
+    waves = torch.fft.rfft(x)
+    out = torch.zeros(x.shape[0], 2, 4, dtype=waves.dtype)
+    mixed = torch.einsum("bit,iot->bot", waves[..., :2], torch.view_as_complex(m.mix))
+    out[:, :, :2], out[..., 3] = mixed, waves[:, :2, 0]
+    return torch.fft.irfft(out, n=6)
+
+
+def prompted(m, x):
+    """Rows in front of a record's, computed for one record and expanded to all; more at the end."""
+    count = x.shape[0]
+    names = torch.arange(2).unsqueeze(0).expand(count, -1).to(torch.int64)
+    prompt = m.prompt(names[:1]).expand(count, -1, -1)
+    tail = m.tail.repeat(count, 1).view(-1, 2, 4).repeat_interleave(2, 0)
+    h = torch.cat([prompt, x, tail.view(-1, 4, 4)], 1)
+    return m.layer(F.pad(h[:, 1:], (0, 0, 0, 1, 0, 0)))
+
+
+def composed(m, x):
+    """Operations that torch makes of others, or gives another name, and complex numbers."""
+    h = m.first(x).clip(-1, 1)
+    waves = torch.polar(h.arcsinh().multiply(2), torch.logaddexp(h, x))
+    near = F.cosine_similarity(h[..., None, :], m.points, dim=-1)
+    return torch.tensordot(waves.conj().angle(), m.points, ([-1], [1])) + near
+
+
+def fixed(m, x):
+    """A weight and a number as they are, without gradient, by their .data."""
+    h = m.first(x)
+    return F.linear(h * h.data, m.first.weight.data)
+
+
+def numbers(*shape):
+    return nn.Parameter(torch.randn(shape))
+
+
+def called(m, x):
+    return m.layer(x)
+
+
 LAYERS = {
-    "instance norm": (lambda: nn.InstanceNorm2d(2, affine=True), (2, 3, 3)),
+    "instance norm": (called, lambda: {"layer": nn.InstanceNorm2d(2, affine=True)}, (2, 3, 3)),
     "a convolution before a pooling of films": (
-        lambda: nn.Sequential(
-            nn.Flatten(0, 1), nn.Conv2d(32, 4, 2), nn.MaxPool2d(2), nn.Unflatten(0, (-1, 3))
-        ), (3, 32, 5, 5),
+        lambda m, x: F.max_pool2d(m.layer(x.flatten(0, 1)), 2).unflatten(0, (-1, 3)),
+        lambda: {"layer": nn.Conv2d(32, 4, 2)}, (3, 32, 5, 5),
     ),
     "patches": (
-        lambda: nn.Sequential(nn.Unfold(2), nn.Linear(16, 16), nn.Fold(5, 2)), (2, 5, 5),
+        lambda m, x: F.fold(m.layer(F.unfold(x, 2)), 5, 2),
+        lambda: {"layer": nn.Linear(16, 16)}, (2, 5, 5),
     ),
-    "bilinear": (lambda: Two(nn.Bilinear(4, 4, 3), nn.Linear(4, 3)), (2, 4)),
-    "added products": (lambda: Added(2), (2, 4)),
-    "points of their own": (lambda: Sampled(), (3, 4, 4)),
-    "waves that are written": (lambda: Modes(), (3, 6)),
-    "the larger and the smaller": (lambda: Extremes(), (2, 4)),
-    "operations made of others": (lambda: Composed(), (2, 4)),
-    "weights by their data": (lambda: Fixed(), (2, 4)),
+    "bilinear": (
+        lambda m, x: m.both(x[:, 0], x[:, 1]) * m.first(x[:, 0]),
+        lambda: {"both": nn.Bilinear(4, 4, 3), "first": nn.Linear(4, 3)}, (2, 4),
+    ),
+    "added products": (
+        added, lambda: {"bias": numbers(3), "weight": numbers(4, 3), "rows": numbers(2, 3)}, (2, 4),
+    ),
+    "points of their own": (
+        sampled, lambda: {"where": nn.Linear(48, 6), "head": nn.Linear(48, 3),
+                          "table": numbers(1, 4, 4)}, (3, 4, 4),
+    ),
+    "waves that are written": (modes, lambda: {"mix": numbers(3, 2, 2, 2)}, (3, 6)),
+    "the larger and the smaller": (
+        lambda m, x: torch.min(torch.max(m.first(x), m.least), torch.maximum(x[..., 1:], -m.least)),
+        lambda: {"first": nn.Linear(4, 3), "least": numbers(3)}, (2, 4),
+    ),
+    "operations made of others": (
+        composed, lambda: {"first": nn.Linear(4, 4), "points": numbers(3, 4)}, (2, 4),
+    ),
+    "weights by their data": (fixed, lambda: {"first": nn.Linear(4, 4)}, (2, 4)),
     "padded by name in three dimensions": (
-        lambda: nn.Conv3d(2, 2, (1, 3, 3), padding="same"), (2, 3, 3, 3),
+        called, lambda: {"layer": nn.Conv3d(2, 2, (1, 3, 3), padding="same")}, (2, 3, 3, 3),
     ),
-    "a prompt": (lambda: Prompted(), (3, 4)),
+    "a prompt": (
+        prompted, lambda: {"prompt": nn.Embedding(2, 4), "tail": numbers(2, 4),
+                           "layer": nn.Linear(4, 3)}, (3, 4),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_whose_operations_are_known(reference, name):
-    make, shape = LAYERS[name]
+    run, parts, shape = LAYERS[name]
     torch.manual_seed(0)
-    model = nn.Sequential(make(), nn.Tanh(), nn.Flatten())
+    model = nn.Sequential(reference.Apply(run, **parts()), nn.Tanh(), nn.Flatten())
     reference.check_structure(model, reference.data(4, *shape), rows="loop")
 
 
