@@ -53,38 +53,17 @@ class Case:
 
 
 def case_of(
-    kind,
-    *,
-    batch=3,
-    steps=4,
-    layers=1,
-    width=5,
-    biased=True,
-    both=False,
-    first=True,
-    projected=0,
-    dropout=0.0,
-    dtype=torch.float64,
-    seed=0,
+    kind, *, batch=3, steps=4, layers=1, width=5, first=True, projected=0, seed=0, **torchs
 ) -> Case:
     torch.manual_seed(seed)
-    projected = projected if kind == "lstm" else 0
+    torchs = {"bias": True, "bidirectional": False, "dtype": torch.float64, **torchs}
+    projected, dtype = projected if kind == "lstm" else 0, torchs["dtype"]
     make = {"lstm": nn.LSTM, "gru": nn.GRU}.get(kind, nn.RNN)
     more = {"proj_size": projected} if kind == "lstm" else {}
     more |= {"nonlinearity": kind} if make is nn.RNN else {}
-    module = make(
-        3,
-        width,
-        layers,
-        bias=biased,
-        batch_first=first,
-        dropout=dropout,
-        bidirectional=both,
-        dtype=dtype,
-        **more,
-    )
+    module = make(3, width, layers, batch_first=first, **torchs, **more)
     x = torch.randn(*((batch, steps) if first else (steps, batch)), 3, dtype=dtype)
-    sides = layers * (2 if both else 1)
+    sides = layers * (1 + torchs["bidirectional"])
     states = [torch.randn(sides, batch, projected or width, dtype=dtype)]
     states += [torch.randn(sides, batch, width, dtype=dtype)] if kind == "lstm" else []
     case = Case(kind, module, x, states, [])
@@ -164,8 +143,8 @@ def check_against_torch(case: Case) -> None:
     steps=st.integers(1, 6),
     layers=st.integers(1, 3),
     width=st.integers(3, 6),
-    biased=st.booleans(),
-    both=st.booleans(),
+    bias=st.booleans(),
+    bidirectional=st.booleans(),
     first=st.booleans(),
     projected=st.sampled_from([0, 0, 2]),
     dtype=st.sampled_from([torch.float64, torch.float64, torch.float32]),
@@ -186,7 +165,7 @@ def test_blocks_of_steps_do_not_show(steps, monkeypatch):
 @pytest.mark.parametrize("kind", sorted(_KINDS))
 @pytest.mark.parametrize("both", [False, True])
 def test_dropout_between_layers_is_torchs(kind, both):
-    case = case_of(kind, layers=3, both=both, dropout=0.4)
+    case = case_of(kind, layers=3, bidirectional=both, dropout=0.4)
     torch.manual_seed(7)
     x, *states = leaves([case.x, *case.states])
     expected = case.plain(x, states)
@@ -204,7 +183,7 @@ def test_dropout_between_layers_is_torchs(kind, both):
 
 @pytest.mark.parametrize("kind", sorted(_KINDS))
 def test_one_output_alone_may_carry_the_gradient(kind):
-    case = case_of(kind, layers=2, both=True)
+    case = case_of(kind, layers=2, bidirectional=True)
     full = case.weights
     for kept in range(len(full)):
         case.weights = [w if i == kept else torch.zeros_like(w) for i, w in enumerate(full)]
@@ -234,7 +213,7 @@ def test_data_and_constant_states_need_no_gradient(kind):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_record_that_is_not_finite_touches_no_other(kind, value, dtype):
-    case = case_of(kind, batch=5, layers=2, both=True, width=9, dtype=dtype)
+    case = case_of(kind, batch=5, layers=2, bidirectional=True, width=9, dtype=dtype)
     spoilt, states = case.x.clone(), [s.clone() for s in case.states]
     spoilt[2, 1], states[0][:, 2] = value, value
     good = torch.tensor([0, 1, 3, 4])
