@@ -55,21 +55,6 @@ def test_any_weights_and_clip(reference, count, seed, exponent, raw):
         assert reference.error(found, reference.clipped(rows, clip, w)) < 1e-12
 
 
-@COMMON
-@given(
-    seed=st.integers(0, 999),
-    exponent=st.floats(-6, 6),
-    scale=st.floats(-10, 10),
-    weight=st.floats(allow_nan=True, allow_infinity=True, width=32),
-)
-def test_no_record_adds_more_than_the_clip(seed, exponent, scale, weight):
-    clip = 10**exponent
-    x, y = batch(1, seed)
-    kernel = PerSampleKernel(FlatModel(mlp(seed).float()), cross_entropy)
-    found = kernel.clipped_sum((10**scale * x).float(), y, clip, lambda ell: 0 * ell + weight)
-    assert float(found.double().norm()) <= clip * (1 + 1e-5)
-
-
 def test_weights_follow_the_losses_and_are_not_differentiated(reference):
     module, (x, y) = mlp(), batch(7)
     rows = reference.per_sample(module, cross_entropy, x, y)
