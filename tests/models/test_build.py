@@ -12,6 +12,7 @@ from fedpact.common.params import FlatModel
 from fedpact.models.build import build
 from fedpact.models.zoo import LogisticSettings
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
+from fedpact.per_sample.layout import Placement
 from fedpact.plan import Plan
 
 
@@ -53,37 +54,30 @@ def broken(shape, classes):
     raise RuntimeError("no weights today")
 
 
-class Deep(nn.Linear):
-    """Answers in training with a second head's scores."""
-
+class Head(nn.Linear):
     def __init__(self):
         super().__init__(4, 3)
+
+
+class Deep(Head):
+    """Answers in training with a second head's scores."""
 
     def forward(self, x):
         found = super().forward(x)
         return torch.stack([found, found], 1) if self.training else found
 
 
-class Pair(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
-
+class Pair(Head):
     def forward(self, x):
         return x.flip(1), super().forward(x)
 
 
-class Scored(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
-
+class Scored(Head):
     def forward(self, x):
         return {"hidden": x, "scores": super().forward(x)}
 
 
-class Aged(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
-
+class Aged(Head):
     def forward(self, x, age, scale=1):
         return super().forward(x) * age * scale
 
@@ -125,10 +119,7 @@ def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch, name, told):
         build(name, torch.zeros(4), 3, 0)
 
 
-class Squeezed(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
-
+class Squeezed(Head):
     def forward(self, x):
         return super().forward(x) if len(x) > 1 else super().forward(x[:, :2])
 
@@ -339,9 +330,10 @@ def test_the_group_norm_cnn_trains_in_private(shape):
     model = FlatModel(build("cnn_group_norm", x[0].float(), 10, 0).double())
     kernel = PerSampleKernel(model, cross_entropy)
     kernel.verify(x, y)
-    clip = float(kernel.norms(x, y).median())
-    wanted = by_autograd(kernel, x, y, clip)
-    torch.testing.assert_close(kernel.clipped_sum(x, y, clip), wanted, rtol=0, atol=1e-12)
+    layout = Placement(length=8)
+    clip = float(kernel.norms(x, y, layout).median())
+    found, wanted = kernel.clipped_sum(x, y, clip, layout=layout), by_autograd(kernel, x, y, clip)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 def test_settings_of_logistic_with_another_model_are_refused():
