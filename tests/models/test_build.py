@@ -42,10 +42,6 @@ def test_weights_follow_the_seed_not_the_global_generator():
     assert not torch.equal(one, other)
 
 
-def own(shape, classes):
-    return nn.Linear(shape[0], classes)
-
-
 def wide(shape, classes):
     return nn.Linear(shape[0], classes + 1)
 
@@ -84,11 +80,6 @@ class Aged(Head):
 
 def no_module(shape, classes):
     return "a model"
-
-
-def test_a_users_own_factory_is_found(monkeypatch):
-    monkeypatch.syspath_prepend(str(__file__).rsplit("/", 1)[0])
-    assert isinstance(build("test_build:own", torch.zeros(4), 3, 0), nn.Linear)
 
 
 @pytest.mark.parametrize(

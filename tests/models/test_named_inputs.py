@@ -183,11 +183,6 @@ def test_outputs_of_another_task_get_a_line_to_write(monkeypatch, model, classes
         build("own:net", torch.stack([IDS, MASK], 1)[0], classes, 0, None, kind)
 
 
-def test_other_models_stay_as_they_are():
-    module = nn.Linear(3, 2)
-    assert with_named_inputs(module, torch.zeros(3)) is module
-
-
 def test_a_model_with_wrong_outputs_gets_a_remedy(monkeypatch):
     class Headless(Text):
         def forward(self, input_ids=None):

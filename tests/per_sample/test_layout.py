@@ -191,6 +191,7 @@ def test_lengths_are_those_of_the_least_cost():
         found = length_for(expected, 1024, 5.0)
         assert cost(found) <= 1.001 * min(cost(p) for p in layout._LENGTHS)
     assert length_for(64.0, 16, 5.0) <= 16
+    assert length_for(64, 1024, 1e6, exact=True) == 64
 
 
 def test_scattered_lengths_are_those_of_the_least_cost():
@@ -204,10 +205,6 @@ def test_scattered_lengths_are_those_of_the_least_cost():
         found = length_for(expected, 256, 5.0, scattered=True)
         near = min(costs, key=lambda length, found=found: abs(length - found))
         assert costs[near] <= 1.1 * min(costs.values())
-
-
-def test_lengths_of_a_known_number_of_records():
-    assert length_for(64, 1024, 1e6, exact=True) == 64
 
 
 @pytest.mark.parametrize(("kept", "lengths"), [(2**20, [16, 256]), (900, [16, 16]), (180, [5, 5])])

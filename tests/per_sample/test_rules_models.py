@@ -59,18 +59,6 @@ class Normed(nn.Module):
         return torch.tanh(x @ weight) @ weight.t()
 
 
-class Tied(nn.Module):
-    """Words by a table, and scores by the same."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.inner = nn.Embedding(3, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        h = torch.tanh(self.inner(self.table(x)))
-        return (h @ self.table.weight.t()).mean(1)
-
-
 class Learnt(nn.Module):
     """Numbers that are looked up, turned and moved before they meet a record."""
 
@@ -134,10 +122,6 @@ def test_uses_of_a_parameter_are_exact(name):
     build, shape = LAYERS[name]
     torch.manual_seed(0)
     exact(build(), torch.randn(5, *shape, dtype=torch.float64), torch.arange(5) % 3)
-
-
-def test_a_table_that_scores_its_own_words_is_exact():
-    exact(Tied(), torch.randint(0, 3, (5, 7)), torch.arange(5) % 3)
 
 
 @pytest.mark.parametrize("name", LAYERS)

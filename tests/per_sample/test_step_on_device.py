@@ -85,7 +85,7 @@ def step(kernel, x, y, channel="gradient", persons=None, weighting=UNIFORM, **te
     ("name", "channel"),
     [
         *((name, "gradient") for name in ("dense", "pooled", "groups", "lstm", "words")),
-        ("pooled", "difference"), ("attention", "difference"),
+        ("pooled", "difference"), ("words", "difference"),
     ],
 )  # fmt: skip
 def test_a_step_reads_no_number(name, channel):

@@ -37,14 +37,6 @@ def test_a_module_called_several_times(reference, layer, shape):
     reference.check_structure(reference.Apply(thrice, layer=layer), reference.data(*shape))
 
 
-def test_an_embedding_read_at_several_places(reference):
-    def twice(m, x):
-        return torch.cat([m.table(x[:, :2]).flatten(1), m.table(x[:, 1:]).flatten(1)], 1)
-
-    x = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
-    reference.check_structure(reference.Apply(twice, table=nn.Embedding(5, 3)), x)
-
-
 def test_a_convolution_at_two_sizes(reference):
     def both(m, x):
         return m.conv(x).mean((2, 3)) + torch.tanh(m.conv(x[:, :, ::2])).mean((2, 3))
@@ -52,20 +44,6 @@ def test_a_convolution_at_two_sizes(reference):
     reference.check_structure(
         reference.Apply(both, conv=nn.Conv2d(2, 3, 3)), reference.data(5, 2, 8, 8)
     )
-
-
-def test_tied_weights(reference):
-    encoder, decoder = nn.Linear(4, 4), nn.Linear(4, 4)
-    decoder.weight = encoder.weight
-    inner = nn.Sequential(encoder, nn.Tanh(), nn.Sequential(decoder))
-    reference.check_structure(nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 2)))
-
-
-def test_a_parameter_used_outside_its_module(reference):
-    def outside(m, x):
-        return F.linear(torch.tanh(m.linear(x)), m.linear.weight) * m.linear.bias
-
-    reference.check_structure(reference.Apply(outside, linear=nn.Linear(4, 4)))
 
 
 def test_relu_in_place_behind_first_and_later_layers(reference):
@@ -130,17 +108,6 @@ def test_an_input_changed_in_place_after_it_was_read(reference):
     same = reference.Apply(without, layer=layer)
     rows = reference.per_sample_loop(same, squared_error, x, y)
     reference.check(model, squared_error, x, y, rows=rows)
-
-
-def test_frozen_layers_pass_gradients_on(reference):
-    model = nn.Sequential(
-        nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), reference.Shift(4)
-    )
-    model[1].requires_grad_(False)
-    model[4].scale.requires_grad_(False)
-    kernel = reference.check_structure(model)
-    x = reference.data(2, 4)
-    assert kernel.clipped_sum(x, x, 1.0).numel() == 20 + 20 + 4
 
 
 def test_parameters_without_a_loss_add_zeros(reference):
