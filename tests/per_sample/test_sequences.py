@@ -29,7 +29,6 @@ PAPERS = [
     (zoo.logistic, (1, 28, 28)),
     (zoo.mlp, (1, 28, 28)),
     (zoo.cnn, (1, 28, 28)),
-    (zoo.cnn_padded, (1, 28, 28)),
     (zoo.cnn_padded, (3, 32, 32)),
 ]
 
