@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -136,6 +136,10 @@ def check_against_torch(case: Case) -> None:
             close(found[j], wanted)
 
 
+@example(
+    kind="lstm", batch=2, steps=3, layers=2, width=5, bias=True, bidirectional=True, first=True,
+    projected=2, dtype=torch.float64, seed=0,
+)  # fmt: skip
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(
     kind=st.sampled_from(sorted(_KINDS)),
