@@ -68,8 +68,11 @@ def exact_delta(q, sigma, k, e):
     """δ(ε) of one release by integrals over the outcome, the larger one of both orders."""
     weights = stats.binom.pmf(range(k + 1), k, q)
 
+    def density(x, mean):
+        return math.exp(-(((x - mean) / sigma) ** 2) / 2) / sigma / math.sqrt(2 * math.pi)
+
     def with_it(x):
-        return sum(b * stats.norm.pdf(x, i, sigma) for i, b in enumerate(weights))
+        return sum(b * density(x, i) for i, b in enumerate(weights))
 
     def excess(p, r):
         def f(x):
@@ -80,7 +83,7 @@ def exact_delta(q, sigma, k, e):
         return sum(integrate.quad(f, a, b)[0] for a, b in itertools.pairwise(points))
 
     def without(x):
-        return stats.norm.pdf(x, 0, sigma)
+        return density(x, 0)
 
     return max(excess(with_it, without), excess(without, with_it))
 
@@ -111,7 +114,7 @@ def plane_delta(q, sigma, first, second, e):
     return max(float(np.maximum(a - math.exp(e) * b, 0).sum() * cell) for a, b in both)
 
 
-@pytest.mark.parametrize("angle", [0.0, 0.7, 1.6, 3.1])
+@pytest.mark.parametrize("angle", [0.7, 3.1])
 def test_misaligned_records_are_no_easier_to_distinguish(angle):
     q, sigma, delta = 0.2, 1.0, 1e-2
     found = epsilon_per_person({SampledGaussian(q, sigma): 1}, delta, 2)
@@ -161,7 +164,6 @@ HEAVY = [
     (3e-4, 0.7, 10_000, 1e-8),
     (1e-4, 0.5, 1000, 1e-8),
     (1e-4, 0.55, 100, 1e-5),
-    (1e-5, 0.45, 1000, 1e-7),
 ]
 
 
