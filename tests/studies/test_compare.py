@@ -3,20 +3,23 @@
 import html
 import json
 import signal
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from threading import Event
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.studies import stand_in
 
 import fedpact
+from fedpact.algorithms import fedavg
 from fedpact.cli.main import main
 from fedpact.common.errors import PlanError
+from fedpact.common.messages import State
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 from fedpact.privacy.ledger.receipt import receipt
@@ -217,29 +220,47 @@ def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[RunPro
 
 
 def test_ctrl_c_ends_after_the_round_and_reruns_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-c", "from fedpact.cli.main import main; main()", "compare"]
-    command += ["--set", "rounds=120", "--set", "sites=2", "--set", "run.evaluate_every=30"]
-    command += ["--seeds", "1", "--out", "c", "--json"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    records = tmp_path / "c" / "default" / "seed-0" / "rounds.jsonl"
-    while not (records.exists() and records.read_text().count("\n") > 3):
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    stopped = json.loads(process.communicate()[0])
-    assert process.returncode == 130
-    assert "stopped after round" in stopped["entries"]["default"]["missing"]["0"]
-    done = records.read_text().count("\n")
-    assert done < 121
-    plan = Plan.read(None, ["rounds=120", "sites=2", "run.evaluate_every=30"])
+    # In this process; that others are told to stop and by what is in test_pool.
+    update, rounds, before = fedavg.update, count(1), signal.getsignal(signal.SIGINT)
+
+    def pressed(*given: Any) -> State:
+        if next(rounds) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return update(*given)
+
     monkeypatch.setattr(Job, "here", True)
-    news: list[RunProgress] = []
-    comparison = fedpact.compare({"default": plan}, 1, tmp_path / "c", on_news=news.append)
-    (entry,) = comparison.entries
+    options = ["--set", "rounds=9", "--set", "sites=2", "--seeds", "1", "--json"]
+    monkeypatch.setattr(sys, "argv", ["fedpact", "compare", *options, "--out", str(tmp_path / "c")])
+    monkeypatch.setattr(fedavg, "update", pressed)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert end.value.code == 130
+    stopped = json.loads(capsys.readouterr().out)
+    assert "stopped after round 3" in stopped["entries"]["default"]["missing"]["0"]
+    plan = Plan.read(None, ["rounds=9", "sites=2"])
+    (entry,) = fedpact.compare({"default": plan}, 1, tmp_path / "c").entries
     assert entry.missing == {}
-    assert entry.runs[0].last.round == 120
+    assert entry.runs[0].last.round == 9
+
+
+def test_a_process_that_is_to_stop_ends_after_the_round(tmp_path: Path) -> None:
+    told, stopping = list[tuple[Any, ...]](), Event()
+
+    class Says:
+        def send(self, news: tuple[Any, ...]) -> None:
+            told.append(news)
+            if len(told) == 2:
+                stopping.set()
+
+    plan = Plan.parse({**TABLES, "rounds": 9}).document()
+    assert pool._work(cast(Any, Says()), cast(Any, stopping), plan, str(tmp_path / "run")) is None
+    assert [number for _, number, *_ in told] == [0, 1]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
 
 
 def test_ctrl_c_before_joining_is_computed_says_so(
