@@ -52,7 +52,7 @@ def few(monkeypatch):
 
     monkeypatch.setattr(sensitivity, "_values", some)
     monkeypatch.setattr(sensitivity, "_MOST_LABELS", 1)
-    monkeypatch.setattr(sensitivity, "_MOST_RECORDS", 64)
+    monkeypatch.setattr(sensitivity, "_MOST_RECORDS", 32)
 
 
 def target(model="logistic", seed=0, *overrides):
