@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -40,6 +41,9 @@ def as_before(monkeypatch):
     torch.set_num_threads(threads)
 
 
+now = cache(provenance.digest)
+
+
 def table(name, *rows, quick=False, busy=False, digest="0123456789ab"):
     return Table(name, rows, MACHINE, "2026-01-02 03:04 UTC", quick, busy, "fedcba987", digest)
 
@@ -56,7 +60,8 @@ ALSO = ("step-B", "round-B")
         *[pytest.param(n, marks=pytest.mark.slow) for n in (*ALSO, *kernel.NAMES[1:])],
     ],
 )
-def test_every_table_runs_and_can_be_shown(name, tmp_path):
+def test_every_table_runs_and_can_be_shown(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "digest", now)
     found = command.measure(name, TINY)
     assert found.rows
     for row in found.rows:
@@ -261,18 +266,14 @@ STORED = [Table.load(path) for path in sorted(RESULTS.glob("*.json"))]
 
 
 def test_the_kernels_figures_are_of_the_kernel_there_is():
-    now = provenance.digest()
-    stale = provenance.stale(STORED, now, provenance.harmless())
+    stale = provenance.stale(STORED, now(), provenance.harmless())
     measured = {found.kernel for found in STORED if found.name in stale}
     assert not stale, (
-        f"{PACKAGE_NAME} has changed since {', '.join(stale)} were measured: measure them anew by "
-        f"`make bench TABLES='{' '.join(stale)}'`, or, where the change cannot change a figure, "
-        f"list it in benchmarks/harmless.toml: before = one of {sorted(measured)}, "
-        f'after = "{now}", because = ...'
+        f"{provenance.PACKAGE.name} has changed since {', '.join(stale)} were measured: measure "
+        f"them anew by `make bench TABLES='{' '.join(stale)}'`, or, where the change cannot change "
+        f"a figure, list it in benchmarks/harmless.toml: before = one of {sorted(measured)}, "
+        f'after = "{now()}", because = ...'
     )
-
-
-PACKAGE_NAME = provenance.PACKAGE.name
 
 
 @pytest.mark.parametrize("found", STORED, ids=lambda found: found.name)
