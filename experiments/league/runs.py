@@ -6,6 +6,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -89,6 +90,7 @@ _NAMED: Final = {
 }
 
 
+@cache
 def entrants() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Return entrant -> its algorithm and overrides: all with a private form, FedAvg first."""
     own = {
