@@ -114,7 +114,7 @@ def test_fedavg_reaches_the_optimum_at_one_step_only():
     assert float((fedavgs_fixed_point(0.1, 10) - OPTIMUM).norm()) > 0.1
 
 
-@pytest.mark.parametrize("steps", [1, 2, 10, 40])
+@pytest.mark.parametrize("steps", [1, 10])
 def test_fedprox(steps):
     """A local step scales w - w̄ - m by ρ = 1 - η (a + μ), m the way from w̄ to the minimum of
     F_i + (μ/2)‖w - w̄‖², a (b - w̄)/(a + μ); so Σ p_i (1 - ρ_i^τ) a_i/(a_i + μ) (w̄ - b_i) = 0."""
@@ -130,7 +130,7 @@ EVENLY = (1.0 * SITES["a"].b + 4.0 * SITES["b"].b) / 5  # the minimum of F_a + F
 
 
 @pytest.mark.parametrize(("aggregation", "optimum"), [("size", OPTIMUM), ("uniform", EVENLY)])
-@pytest.mark.parametrize("steps", [1, 2, 10])
+@pytest.mark.parametrize("steps", [1, 10])
 def test_scaffold_reaches_the_optimum_whatever_the_steps(steps, aggregation, optimum):
     """With c_i = ∇F_i(w*) and c = 0 no step from w* moves anything; fedavg stops elsewhere."""
     settings = make("scaffold", learning_rate=0.1, local_steps=steps, aggregation=aggregation)
@@ -140,7 +140,7 @@ def test_scaffold_reaches_the_optimum_whatever_the_steps(steps, aggregation, opt
 
 
 @pytest.mark.parametrize(("aggregation", "optimum"), [("size", OPTIMUM), ("uniform", EVENLY)])
-@pytest.mark.parametrize("steps", [1, 2, 10])
+@pytest.mark.parametrize("steps", [1, 10])
 def test_feddyn_reaches_the_optimum_whatever_the_steps(steps, aggregation, optimum):
     """With h_i = ∇F_i(w*) no step from w* moves anything, and Σ p_i h_i = 0."""
     settings = make(
@@ -214,7 +214,7 @@ def test_fednova_minimises_the_weighted_loss_with_unlike_steps():
     assert float((w - OPTIMUM).norm()) < 0.1 * float((fedavgs - OPTIMUM).norm())
 
 
-@pytest.mark.parametrize("tilt", [0.5, 2.0, -0.05])
+@pytest.mark.parametrize("tilt", [2.0, -0.05])
 def test_term_minimises_its_tilted_loss(tilt):
     """At τ = 1: the gradient of (1/t) log Σ p_i exp(t F_i), Σ a_i ∇F_i, is 0."""
     w = run("term", make("term", learning_rate=0.05, tilt=tilt), 3000).vectors["w"]
@@ -252,7 +252,7 @@ def test_term_tells_losses_apart_however_far_they_are():
 def test_the_larger_the_tilt_the_better_off_the_worst_site():
     worst = []
     for tilt in (0.0, 1.0, 5.0):
-        w = run("term", make("term", learning_rate=0.05, tilt=tilt), 3000).vectors["w"]
+        w = run("term", make("term", learning_rate=0.05, tilt=tilt), 600).vectors["w"]
         worst.append(max(site.value(w) for site in SITES.values()))
     assert worst[0] > 1.1 * worst[1] > 1.05 * 1.1 * worst[2]
 
@@ -311,9 +311,10 @@ def test_fedfdps_fixed_point(fairness):
     assert reference == pytest.approx(after, rel=1e-12)
 
 
-@pytest.mark.parametrize("fairness", [0.05, 0.3])
-def test_fedfdp_minimises_fedfairs_objective_at_small_steps(fairness):
+def test_fedfdp_minimises_fedfairs_objective_at_small_steps():
     """As η → 0 it reaches argmin F + (λ/2) Ψ; F is Σ p_i F_i(w_i), which is off by O(η)."""
+
+    fairness = 0.3
 
     def objective(point):
         mean, unfairness = value_and_unfairness(torch.from_numpy(point))
