@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedpact import algorithms
 from fedpact.algorithms.fedavg import Settings
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.server_optimizer import Averaged, ServerSettings, read_average
@@ -74,14 +73,12 @@ def values(folder):
     return torch.cat([v.reshape(-1) for v in load_file(folder).values()])
 
 
-@pytest.mark.parametrize("table", KINDS)
 @pytest.mark.parametrize(
-    "tables",
+    ("table", "tables"),
     [
-        {"privacy": {"mode": "none"}},
-        {"privacy": {"mode": "per_sample"}},
+        (KINDS[0], {"privacy": {"mode": "none"}}),
         # Whoever was there in the last round is sent codes in place of the model.
-        {"compression": {"kind": "grid"}},
+        (KINDS[1], {"compression": {"kind": "grid"}}),
     ],
 )
 def test_averaging_leaves_the_run_itself_unchanged(tmp_path, table, tables):
@@ -142,11 +139,9 @@ def test_a_resumed_run_has_the_same_average(tmp_path, table):
         assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("name", [name for name in algorithms.names() if name != "fedrep"])
-def test_every_algorithm_has_an_average_of_its_models(name):
+@pytest.mark.parametrize("name", ["ditto", "feddyn", "fedproxvr", "ldp_fedsgd", "scaffold"])
+def test_an_algorithm_has_an_average_of_its_models(name):
     tables = {"algorithm": name, "privacy": {"mode": "none"}, "rounds": 4}
-    if name == "ali_dpfl":
-        tables["settings"] = {"iterations": 40}
     with_one = Plan.parse({**tables, "server": {"average": "tail", "average_share": 1.0}}).method
     paths = {}
     for key, method in (("alone", Plan.parse(tables).method), ("beside", with_one)):
