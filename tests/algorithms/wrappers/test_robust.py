@@ -118,13 +118,12 @@ def test_few_replies_still_make_an_aggregate_and_none_do_not(rule):
         aggregate(rule, [])
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed", "krum"])
 @pytest.mark.parametrize(
-    "tables",
+    ("rule", "tables"),
     [
-        {"algorithm": "fedfdp"},
-        {"algorithm": "scaffold"},
-        {"server": {"optimiser": "momentum"}, "compression": {"kind": "int8"}},
+        ("median", {"algorithm": "fedfdp"}),
+        ("krum", {"algorithm": "scaffold"}),
+        ("trimmed", {"server": {"optimiser": "momentum"}, "compression": {"kind": "int8"}}),
     ],
 )
 def test_whole_runs_learn_within_the_same_budget(tmp_path, rule, tables):
