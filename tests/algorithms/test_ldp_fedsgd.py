@@ -276,8 +276,9 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("aggregation", ["batch_size", "least_noise"])
+@pytest.mark.parametrize(
+    ("accountant", "aggregation"), [("pld", "batch_size"), ("rdp", "least_noise")]
+)
 def test_sites_with_budgets_of_their_own(tmp_path, data, accountant, aggregation):
     privacy = {"mode": "batch_clipped", "accountant": accountant, "per_site": OWN, "clip": 0.3}
     whole = plan(privacy=privacy, settings={"aggregation": aggregation})
