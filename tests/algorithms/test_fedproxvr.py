@@ -108,8 +108,7 @@ def test_accuracy_ends_the_round_at_its_first_iterate(solver, theta):
 # ---------------------------------------------------------------- the opening
 
 
-@pytest.mark.parametrize("opening_rate", [1.0, 0.3])
-@pytest.mark.parametrize("solver", ["sarah", "svrg", "sgd"])
+@pytest.mark.parametrize(("solver", "opening_rate"), [("sarah", 0.3), ("svrg", 1.0), ("sgd", 0.3)])
 def test_all_of_a_run_is_in_its_ledgers_and_within_its_budget(tmp_path, solver, opening_rate):
     """Each round is the opening at q_a and τ events at q; dp-accounting's sum of all is below ε."""
     draws = seeded_generator("records")
