@@ -166,9 +166,8 @@ def here(monkeypatch):
 
 @pytest.mark.usefixtures("here")
 def test_held_out_records_show_the_gain_of_joining(tmp_path):
-    table = people(tmp_path / "people.csv")
-    tables = {"rounds": 1, "sites": 2, "partition": {"held_out": 0.0}}
-    plan = Plan.parse({**table, **tables})
+    table = people(tmp_path / "people.csv", rows=80)
+    plan = Plan.parse({**table, "rounds": 1, "sites": 2, "partition": {"held_out": 0.0}})
     compare([plan], 1, tmp_path / "c", joining=True, jobs=1)
     folder = tmp_path / "c" / "fedavg" / "seed-0"
     sites = json.loads((folder / "joining.json").read_text())["sites"]
@@ -193,7 +192,7 @@ def test_local_in_compare_is_mr_mtl_with_lambda_0():
 
 @pytest.mark.usefixtures("here")
 def test_stopped_comparison_pauses_joining_and_resumes(tmp_path):
-    table = people(tmp_path / "people.csv")
+    table = people(tmp_path / "people.csv", rows=80)
     plan = Plan.parse({**table, "rounds": 1, "sites": 2, "partition": {"held_out": 0.3}})
     told, folder = list[tuple[str, int, int]](), tmp_path / "c"
 
