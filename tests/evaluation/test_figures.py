@@ -19,8 +19,8 @@ from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.report.evaluations import compare_with_classes
 
 CLASSES, GROUPS = ("no", "yes"), ("a", "b")
-TRIES = 1500
-# A rate of 95 % is found to be below this once in 10^5, of 1,500 tries (normal approximation).
+TRIES = 600
+# A rate of 95 % is found to be below this once in 10^5, of 600 tries (normal approximation).
 LEAST = 0.95 - 4.3 * math.sqrt(0.95 * 0.05 / TRIES)
 MOST = 0.95 + 4.3 * math.sqrt(0.95 * 0.05 / TRIES)
 SETTINGS = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], bins=10, loss_bound=2.0)
