@@ -88,8 +88,9 @@ class ByMemory(nn.Module):
         return self.head(x.as_strided((len(x), 36), (36, 1)))
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("way", ["view", "parts", "as_strided"])
+@pytest.mark.parametrize(
+    ("way", "nested"), [("view", True), ("parts", False), ("as_strided", False)]
+)
 def test_a_custom_model_gets_images_in_their_usual_layout(way: str, nested: bool) -> None:
     """What torch's own layers take is no business of code that looks at memory."""
     torch.manual_seed(0)
