@@ -80,7 +80,7 @@ def test_squares_that_float32_loses(reference, size, logit, clip, level, anywher
 @pytest.mark.parametrize("clip", [1e-1, 1e-2, 1e-3, 1e-4])
 def test_norms_beyond_what_float32_can_divide_by(reference, clip, level, anywhere):
     """C over such a norm is a number with few digits, or none; the record is left out."""
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         module = linear(torch.randn(5, 4), 4e18 * torch.randn(3, 5))
         x = 6e18 * torch.randn(1, 4)
@@ -98,7 +98,7 @@ def test_a_mean_of_long_records_is_clipped_to_c(width, clip):
     assert not kernel.clipped_mean(torch.full((2, width), 3e38), torch.tensor([0, 1]), clip).any()
 
 
-@pytest.mark.parametrize("width", [1025, 200_000])
+@pytest.mark.parametrize("width", [1025, 20_000])
 @pytest.mark.parametrize("level", LEVELS)
 def test_long_records(reference, width, level, anywhere):
     torch.manual_seed(0)
