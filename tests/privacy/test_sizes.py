@@ -81,7 +81,7 @@ def test_with_given_noise_the_size_takes_steps_away():
     (terms,) = Plan.parse(asked).terms({"a": 1.0}).values()
     assert terms.steps < declared.steps
     assert recount(terms, terms.steps) <= 2 * (1 + 1e-4)
-    assert recount(terms, terms.steps + 1) > 2 * (1 - 1e-4)
+    assert terms.guarantee_after(terms.history(terms.steps + 1)).epsilon > 2
 
 
 def test_nothing_that_is_accounted_for_follows_from_the_size():
