@@ -12,13 +12,13 @@ from fedpact.algorithms.wrappers.base import Method
 from fedpact.studies.conformance import HandFederation, method_of, variants
 
 COMBINATIONS: list[dict[str, Any]] = [
-    {"algorithm": "fedavg", "settings": {"local_steps": 3}, "server": {"optimiser": "momentum"}},
     # The bias of the federation's model stays at each site.
     {
         "algorithm": "fedprox",
         "local": {"head": 3, "momentum": 0.5},
         "server": {"optimiser": "adam"},
     },
+    {"algorithm": "fedavg", "settings": {"local_steps": 3}, "server": {"optimiser": "momentum"}},
     {
         "algorithm": "fedprox",
         "settings": {"local_steps": 3},
