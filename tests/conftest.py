@@ -22,7 +22,6 @@ import sqlite3
 import stat
 import tempfile
 from functools import partial
-from html import escape
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +41,7 @@ from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.per_record import Alone
 from fedpact.privacy.batches import BatchClippedKernel
-from fedpact.report.drawing import Chart
+from fedpact.report import drawing
 from fedpact.simulation.workshop import TrainingSetup
 
 # How long an example takes is the machine's doing: on a busy one a deadline fails what is right.
@@ -122,21 +121,21 @@ def _found(shop: TrainingSetup, kernel: PerSampleKernel, *expected: float) -> st
 
 TrainingSetup._verify, TrainingSetup.placement = _once, _found
 
-_SVG = Chart.svg
+_DRAW = drawing._draw_svg
 
 
-def _undrawn(chart: Chart) -> str:
-    """In place of Chart.svg, which is over half of a small run with its report.
+def _undrawn(figure: object, salt: str, attributes: str) -> str:
+    """In place of drawing._draw_svg, which is over half of a small run with its report.
 
-    Figures are drawn where they are what is tested: by tests that are marked `drawn`, and in
-    processes of their own.
+    Figures, and the pictures of their legends, are drawn where they are what is tested: by tests
+    that are marked `drawn`, and in processes of their own.
     """
-    return f'<svg role="img" aria-label="{escape(chart.title)}"></svg>'
+    return f"<svg {attributes}></svg>"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    Chart.svg = _SVG if item.get_closest_marker("drawn") else property(_undrawn)
+    drawing._draw_svg = _DRAW if item.get_closest_marker("drawn") else _undrawn
     return (yield)
 
 
