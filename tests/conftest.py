@@ -154,8 +154,7 @@ def pytest_collection():
 def pytest_collection_finish():
     """Later waste is looked for rarely, which takes a thirtieth of the time otherwise."""
     gc.enable()
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what was collected, waste and all: to look through it takes half a second
     gc.set_threshold(10_000, 10, 100)
 
 
