@@ -1,7 +1,4 @@
-"""Batch clipping: one record moves the release by up to 2C, and that is what is accounted for.
-
-Statistical tests are seeded and have level 1e-6.
-"""
+"""Batch clipping: one record moves the release by up to 2C, and that is what is accounted for."""
 
 import dataclasses
 import math
@@ -14,7 +11,6 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 from torch import Tensor, nn
 
 from fedpact.common.errors import InputError, ModelError, PlanError, PolicyRefused
@@ -33,7 +29,6 @@ from fedpact.privacy.oracle import Fair, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 
-LEVEL = 1e-6
 CLIP = 0.5
 TERMS = Terms(
     "a", 40.0, 1.0, CLIP, {"gradient": 0.0}, 10, Budget(2.0, 1e-5), "best", "batch_clipped"
@@ -166,28 +161,6 @@ def test_without_noise_and_clip_it_is_the_plain_mean() -> None:
 
 
 # The noise
-
-
-def accepts(values: Tensor, sigma: float) -> bool:
-    """Whether values could be N(0, σ²): two-sided chi-square test of level 1e-6."""
-    energy, n = float((values.double() / sigma).square().sum()), values.numel()
-    return 2 * min(stats.chi2.cdf(energy, n), stats.chi2.sf(energy, n)) > LEVEL
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("clip", [1e-3, 0.5, 1e4])
-def test_the_noise_has_the_deviation_sigma_c(clip: float, dtype: torch.dtype) -> None:
-    # 8000 numbers: the energy's relative deviation is 1.6 %, and 10 % in σ are 19 % or 21 %.
-    generator = torch.Generator().manual_seed(0)
-    held = records(torch.randn(30, 8000, generator=generator), dtype)
-    exact = dataclasses.replace(TERMS, clip=clip)
-    terms = dataclasses.replace(exact, sigmas={"gradient": 1.5})
-    rest = release(held, terms) - release(held, exact)
-    assert rest.dtype == dtype
-    assert accepts(rest, 1.5 * clip)
-    assert accepts(rest, math.sqrt(terms.noise_variance))
-    for wrong in (0.9, 1.1, 0.5, 2.0):
-        assert not accepts(rest, wrong * 1.5 * clip)
 
 
 # The accounting
