@@ -3,7 +3,6 @@
 import gc
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -119,27 +118,6 @@ def test_run_cut_off_within_a_round_charges_nothing_twice(finished, tmp_path, mo
         assert len(charges(after.folder, site)) == len(charges(whole.folder, site)) == 5
     assert torch.equal(FlatModel(after.model).vector, FlatModel(whole.model).vector)
     assert after.summary["epsilon"] == whole.summary["epsilon"]
-
-
-def test_a_spent_budget_ends_the_run(tmp_path):
-    given = {"sigma": 1.0, "epsilon": 4.0}
-    result = simulate(plan(privacy=given, rounds=500, sampling_rate=0.5), tmp_path / "run")
-    assert result.summary["status"] == "budget"
-    assert 0 < result.summary["rounds"] < 500
-    for site in result.summary["epsilon"]:
-        assert recount(result.folder, site, 1e-5) <= 4 * (1 + 1e-3)
-
-
-def test_a_byte_budget_is_not_exceeded(tmp_path):
-    # Of "grid" tests/algorithms/wrappers/test_gridded.py has the budget: five of its rounds are
-    # not two models.
-    equal = {"compression": {"kind": "none"}}
-    free = simulate(plan(**equal), tmp_path / "free")
-    total = free.summary["bytes_up"] + free.summary["bytes_down"]
-    result = simulate(plan(**equal, budget={"bytes": int(total * 0.7)}), tmp_path / "run")
-    assert result.summary["status"] == "bytes"
-    assert result.summary["rounds"] == 3
-    assert result.summary["bytes_up"] + result.summary["bytes_down"] <= total * 0.7
 
 
 def test_a_plain_run_reaches_the_accuracy_of_logistic_regression(tmp_path):
@@ -259,26 +237,6 @@ def test_torch_has_its_threads_again_after_a_failure(tmp_path, monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_the_state_after_a_plain_round_is_the_weighted_mean(tmp_path):
-    """The engine hands update all replies: Σ p_i w_i with p_i = N_i / Σ N, by hand."""
-    seen = {}
-    update = fedavg.update
-
-    def watching(state, replies, settings):
-        replies = list(replies)
-        seen["mean"] = np.average(
-            [r.vectors["w"].numpy() for r in replies], axis=0, weights=[r.weight for r in replies]
-        )
-        return update(state, replies, settings)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fedavg, "update", watching)
-        whole = plan(rounds=1, privacy={"mode": "none"}, partition={"kind": "dirichlet"})
-        result = simulate(whole, tmp_path / "run")
-    found = FlatModel(result.model).vector.numpy()
-    np.testing.assert_allclose(found, seen["mean"], rtol=1e-5, atol=1e-7)
-
-
 def test_a_spent_site_leaves_and_the_rest_continue_or_stop(tmp_path):
     grants = {"site-01": {"sigma": 3.0, "epsilon": 1.0}}
     few = plan(rounds=12, sampling_rate=0.5, privacy={"per_site": grants})
@@ -336,14 +294,6 @@ def test_server_arithmetic_is_single_threaded_and_use_is_not(tmp_path, monkeypat
     }
 
 
-def test_a_run_that_diverges_ends_with_its_last_finite_model(tmp_path):
-    wild = plan(model="mlp", settings={"learning_rate": 1e30}, privacy={"mode": "none"}, rounds=50)
-    result = simulate(wild, tmp_path / "run")
-    assert result.summary["status"] == "diverged"
-    assert result.summary["rounds"] < 50
-    assert torch.isfinite(FlatModel(result.model).vector).all()
-
-
 @pytest.mark.parametrize(
     ("mode", "used"), [("per_sample", "fixed sequence"), ("none", "none")], ids=["private", "plain"]
 )
@@ -374,13 +324,6 @@ def test_a_model_with_shared_weights_is_trained_and_stored(tmp_path, own_models)
     stored = load_file(result.folder / "model.safetensors")
     assert torch.equal(stored["first.weight"], stored["second.weight"])
     result.model.load_state_dict(stored)
-
-
-def test_a_run_resumes_with_another_number_of_workers(tmp_path):
-    short = simulate(plan(), tmp_path / "run", stop=iter([False, False, True]).__next__)
-    assert short.summary["status"] == "stopped"
-    more = plan(run={"evaluate_every": 1, "workers": 2})
-    assert simulate(more, tmp_path / "run").summary["status"] == "finished"
 
 
 def test_a_run_is_not_resumed_with_different_records(tmp_path):
