@@ -265,10 +265,7 @@ def test_a_plan_lists_rounds_and_epsilon_by_site(capsys):
 
 CHOICES = [
     {"robust": {"rule": "median"}, "sites_per_round": 3},
-    {"server": {"optimiser": "adam", "average": "exponential"}},
-    {"local": {"momentum": 0.5, "schedule": "cosine"}},
-    {"fairness": {"weight": 0.1}},
-    {"local": {"head": 10}},
+    {"local": {"head": 10, "momentum": 0.5}, "server": {"optimiser": "adam"}},
     {"evaluation": {"share": 0.3, "every": 2}},
     {"privacy": {"sizes": "noisy"}},
     {"budget": {"spare_rounds": 1}},
