@@ -180,8 +180,10 @@ def test_arrays_with_a_table_obey_its_column_limits(tmp_path):
     assert np.array_equal(result.predict(turned).probabilities, by_name.probabilities)
 
 
-@pytest.mark.parametrize("chosen", [{"drop": ["id"]}, {"features": ["image"]}])
-@pytest.mark.parametrize("more", [{}, {"low": -9.0, "high": 9.0}])
+@pytest.mark.parametrize(
+    ("chosen", "more"),
+    [({"drop": ["id"]}, {}), ({"features": ["image"]}, {"low": -9.0, "high": 9.0})],
+)
 def test_of_a_table_one_column_of_arrays_may_be_chosen(tmp_path, chosen, more):
     frame = pd.DataFrame({"id": range(60), "image": list(X), "ill": Y})
     own = {"label": "ill", "records": {**chosen, **more}, **SETTINGS}
