@@ -187,7 +187,6 @@ def test_right_noise_on_a_grid_is_normal_as_often_as_is_said(target, queries):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("sampling_rate=1.0",),
         ("sampling_rate=0.05", "rounds=30"),
         ("algorithm=fedfdp", "settings.fairness_weight=0.6", "sampling_rate=0.5"),
     ],
