@@ -25,7 +25,6 @@ from fedpact.studies.papers.proxvr_search import (
     Losses,
     decrease,
     local_accuracy,
-    minimise,
     most_tau,
 )
 
@@ -101,22 +100,6 @@ def test_the_check_value_from_the_command_line():
     assert found["Theta"] == decrease(losses, found["mu"], found["theta"])
     assert found["objective"] == (1 + 0.01 * found["tau"]) / found["Theta"]
     assert found["lemma1"]["objective"] < found["real"]["objective"] <= found["objective"]
-
-
-def test_svrg_is_that_of_the_theory():
-    found = as_json("fedproxvr", *SPEC, "--solver", "svrg")
-    best = minimise(Losses(1.0, 0.5, 1.0), 0.01, "svrg")
-    assert (found["mu"], found["beta"], found["tau"]) == (best.mu, best.beta, best.tau)
-    assert found["solver"] == found["settings"]["solver"] == "svrg"
-
-
-def test_the_settings_are_the_algorithms_own():
-    found = as_json("fedproxvr", *SPEC)
-    plan = Plan.parse({"algorithm": "fedproxvr", "settings": found["settings"]})
-    assert plan.algorithm == "fedproxvr"
-    # η = 1/(βL); by Lemma 1 alone, which is never worse than (23).
-    assert found["settings"]["step_divisor"] == found["lemma1"]["beta"]
-    assert found["lemma1"]["objective"] <= found["objective"]
 
 
 @pytest.mark.parametrize("heterogeneity", ["1", "1e9"])
