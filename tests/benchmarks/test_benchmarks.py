@@ -4,11 +4,9 @@ Nothing here measures: no test depends on how long anything takes.
 """
 
 import itertools
-import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,11 +14,11 @@ import torch
 from benchmarks.problems import PROBLEMS
 from benchmarks.results import RESULTS, Row, Table, shown
 from benchmarks.scale import TINY, Scale
-from benchmarks.tables import card, kernel, memory, modules
+from benchmarks.tables import card, kernel, modules
 from benchmarks.timing import Spread, by_turns
 
 from benchmarks import __main__ as command
-from benchmarks import child, flower, page, pfl, provenance, steps, timing
+from benchmarks import child, page, pfl, provenance, steps, timing
 
 # Opacus warns of how it is used; so it is used by those it is compared for. vmap warns of loops.
 pytestmark = pytest.mark.filterwarnings(
@@ -132,14 +130,6 @@ def test_slow_peers_take_part_in_two_turns(monkeypatch):
         (["plain", "kernel_step", "opacus_ghost", "vmap_grad"], 10, 2),
         (["plain", "opacus_hooks"], 2, 2),
     ]
-
-
-@pytest.mark.usefixtures("_idle")
-def test_gradients_of_too_many_bytes_are_not_kept(monkeypatch):
-    monkeypatch.setattr(kernel, "_MOST_BYTES", 0)
-    rows, _ = kernel.measured("tiny resnet", 3, 1, 0.0)
-    unmeasured = {row["name"].partition(", batch")[0] for row in rows if row["value"] is None}
-    assert unmeasured == {"Opacus, hooks", "vmap(grad)"}
 
 
 def test_models_that_are_too_slow_are_not_timed(monkeypatch):
@@ -287,14 +277,6 @@ def test_figures_state_their_code_and_machine(found):
     assert f"commit {found.commit}, {found.machine['processor']}" in page.lines_of(found)[2]
 
 
-def test_the_page_says_what_needs_a_card(tmp_path):
-    said = "No GPU was available, so there are no figures for: card, card-rounds."
-    assert said in page.text(tmp_path)
-    for name in card.NAMES:
-        table(name, Row("r", 1.0)).save(tmp_path)
-    assert "No graphics card" not in page.text(tmp_path)
-
-
 def test_the_commit_says_whether_sources_differ_from_it(monkeypatch):
     answers = {"status": "", "rev-parse": "fedcba987\n"}
 
@@ -328,14 +310,6 @@ def test_the_model_for_opacus_computes_the_same(name):
         torch.testing.assert_close(given(x), module(x))
 
 
-def test_low_rank_transformer_trains_only_factors_and_head():
-    named = PROBLEMS["tiny lora"].module().named_parameters()
-    trained = [name for name, p in named if p.requires_grad]
-    # Two layers of four products, with two factors each; the head has weight and bias.
-    assert len(trained) == 2 * 4 * 2 + 2
-    assert all(name.endswith((".down", ".up")) or name.startswith("head.") for name in trained)
-
-
 def test_a_cards_steps_are_waited_for():
     """On the CPU, which stands in for a card that is not there."""
     waits = []
@@ -351,12 +325,6 @@ def test_a_cards_rounds_are_timed():
     rows, _ = card.rounds("cpu", TINY)
     assert [(row.name, row.unit) for row in rows] == [("fedpact, a round of 2 sites", "s")]
     assert rows[0].value > 0
-
-
-def test_table_names_are_distinct_and_their_modules_complete():
-    names = [name for module in set(modules().values()) for name in module.NAMES]
-    assert sorted(names) == sorted(modules())
-    assert all(module.TITLE and module.ABOUT for module in modules().values())
 
 
 def test_the_page_shows_marks_values_and_commands(tmp_path, monkeypatch):
@@ -386,15 +354,6 @@ def test_the_page_shows_marks_values_and_commands(tmp_path, monkeypatch):
     ):
         assert line in text
     assert "Not to be seen." not in text
-
-
-def test_machines_are_distinguished(tmp_path):
-    table("noise", Row("a", 1.0)).save(tmp_path)
-    other = replace(table("memory"), machine={"processor": "slide rule"})
-    other.save(tmp_path)
-    text = page.text(tmp_path)
-    assert "Measured on (noise): processor: abacus" in text
-    assert "Measured on (memory): processor: slide rule." in text
 
 
 def test_a_mark_is_reached_by_the_value_as_shown():
@@ -474,18 +433,6 @@ def test_a_separate_process_answers(monkeypatch):
     assert child.call(shown, 3.14159) == "3.14"
     with pytest.raises(RuntimeError, match="TypeError"):
         child.call(shown, "three")
-
-
-def test_peak_memory_grows_with_allocations():
-    before = memory.resident()
-    block = torch.ones(2**24)
-    assert memory.resident() >= before or block.numel() == 0
-    assert json.loads(json.dumps(memory.resident())) > 0
-
-
-def test_missing_packages_for_flower_are_named(monkeypatch):
-    monkeypatch.setattr(flower.importlib.util, "find_spec", lambda name: None)
-    assert flower.missing() == "flwr is not installed: pip install 'fedpact[bench]'"
 
 
 def test_missing_packages_for_pfl_are_named(monkeypatch):
