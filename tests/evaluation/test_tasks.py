@@ -191,28 +191,24 @@ def share(outputs, y):
 
 
 def test_a_custom_loss_and_metric_are_used(tmp_path):
-    """A cross entropy of one's own trains as ours does; accuracy of one's own is ours."""
+    """Cross entropy of one's own, or of torch, trains as ours does; accuracy of one's own is ours.
+
+    A module is a loss, and a class is not.
+    """
     y = SEVERAL[:, 0]
-    task = {"loss": own, "metrics": [share, "auc"]}
-    mine = fedpact.run("logistic", (X, y), task=task, **SETTINGS, out=tmp_path / "own")
     ours = fedpact.run("logistic", (X, y), **SETTINGS, out=tmp_path / "ours")
-    for a, b in zip(mine.model.parameters(), ours.model.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
+    runs = {}
+    for name, loss in (("own", own), ("torch", nn.CrossEntropyLoss(reduction="none"))):
+        task = {"loss": loss, "metrics": [share, "auc"]}
+        runs[name] = fedpact.run("logistic", (X, y), task=task, **SETTINGS, out=tmp_path / name)
+        for a, b in zip(runs[name].model.parameters(), ours.model.parameters(), strict=True):
+            assert torch.allclose(a, b, atol=1e-4)
+    mine = runs["own"]
     assert mine.summary["share"] == pytest.approx(mine.summary["accuracy"])
     plan = json.loads((mine.folder / "plan.json").read_text())
     assert plan["task"]["loss"] == f"{__name__}:own"
     assert "share" in (mine.folder / "report.html").read_text(encoding="utf-8")
-
-
-def test_a_module_is_a_loss_and_a_class_is_not(tmp_path):
-    """Cross entropy as torch's module has it trains as ours does."""
-    y = SEVERAL[:, 0]
-    task = {"loss": torch.nn.CrossEntropyLoss(reduction="none")}
-    mine = fedpact.run("logistic", (X, y), task=task, **SETTINGS, out=tmp_path / "own")
-    ours = fedpact.run("logistic", (X, y), **SETTINGS, out=tmp_path / "ours")
-    for a, b in zip(mine.model.parameters(), ours.model.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
-    command, _ = repeat(read_run(mine.folder))
+    command, _ = repeat(read_run(runs["torch"].folder))
     assert command.startswith("fedpact.run(")
     assert command.endswith("data=..., loss=...)")
     with pytest.raises(ModelError, match="which is a class"):
