@@ -268,15 +268,6 @@ def test_sites_evaluate_own_models_and_the_server_the_mean(tmp_path):
     assert json.loads((tmp_path / "privacy.json").read_text())["own_models"] is True
 
 
-def test_resumed_run_has_the_same_own_models(tmp_path):
-    data, once, twice = some_data(), tmp_path / "once", tmp_path / "twice"
-    plan, whole = a_run(once, data, rounds=4)
-    seen = []
-    simulate(plan, twice, data=data, on_round=seen.append, stop=lambda: len(seen) > 2)
-    again = simulate(plan, twice, data=data)
-    assert again.records[-1].scores == whole.records[-1].scores
-
-
 def test_nothing_of_an_own_model_is_in_a_reply():
     """u_i - w̄ is -η Σ g alone: two sites whose own models differ send what their gradients say."""
 
