@@ -208,14 +208,6 @@ def test_the_gain_of_joining_uses_a_sites_own_model(headed, monkeypatch):
         assert score.accuracy == result.records[-1].scores[site].accuracy
 
 
-def test_a_run_that_is_stopped_and_resumed_has_the_same_heads(headed, tmp_path):
-    _, plan, whole = headed
-    seen, data = [], opposite()
-    simulate(plan, tmp_path, data=data, on_round=seen.append, stop=lambda: len(seen) > 4)
-    again = simulate(plan, tmp_path, data=data)
-    assert again.records[-1].scores == whole.records[-1].scores
-
-
 NEEDS_ONE_MODEL = {
     name: Method(name).facts.excludes["local.head"]
     for name in algorithms.names()
