@@ -19,7 +19,7 @@ from fedpact.common.errors import InputError, PlanError
 from fedpact.common.messages import Reply, State, Task, encoded_length, from_bytes, to_bytes
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
-from fedpact.common.run_folder import Checkpoint, Folder
+from fedpact.common.run_folder import Checkpoint
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.shared_noise import FINE_UNITS, SHARE_DEVIATION
 from fedpact.privacy.oracle import PrivateOracle, Records
@@ -406,17 +406,3 @@ def test_changes_that_fit_no_model_are_refused(change):
     }[change]
     with pytest.raises(InputError):
         whole(Task("run", 2, "fedavg", vectors, {}), {"w": torch.zeros(5)})
-
-
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
-    """The model and the bytes: what sites were told last follows from the folder."""
-    plan = plan_of(settings={"local_steps": 2})
-    simulate(plan, tmp_path / "straight")
-    rounds = iter(range(10))
-    simulate(plan, tmp_path / "parts", stop=lambda: next(rounds) >= 2)
-    simulate(plan, tmp_path / "parts")
-    one, other = (Folder(tmp_path / name).restore() for name in ("straight", "parts"))
-    for name, vector in one[0].state.vectors.items():
-        assert torch.equal(vector, other[0].state.vectors[name])
-    bytes_of = [[(r.bytes_down, r.bytes_up) for r in records] for _, records in (one, other)]
-    assert bytes_of[0] == bytes_of[1]
