@@ -5,7 +5,6 @@ import math
 import os
 import re
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +12,12 @@ import pytest
 import torch
 from experiments.beyond import table as beyond
 from experiments.evidence import ali, check, drawing, fedfdp, fedproxvr, measure, page
-from experiments.evidence.__main__ import main, missing
+from experiments.evidence.__main__ import missing
 from experiments.evidence.cells import Book, mean_text
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
-from experiments.made import NOT_RECORDED, made, stored_in, tally
+from experiments.made import NOT_RECORDED, stored_in, tally
 
 import fedpact
 from fedpact.common.randomness.seeded import DRAWS
@@ -89,19 +88,6 @@ def test_diverged_runs_are_marked_and_not_interpreted(monkeypatch):
     found = drawing.pictures(Book(Stored()))
     drawn = [one for name in own for panel in found[name] for one in panel.lines.items()]
     assert [label for label, points in drawn if points and "printed" not in label] == []
-
-
-def test_missing_facts_of_a_result_are_not_recorded():
-    line = "1a, torch 2.13.0, python 3.11.7, AMD EPYC, 2 of 2 cores, AVX512, cpu"
-    of_keys = {"made": {"commit": "2b", **dict.fromkeys(("torch", "python"), "x")}}
-    assert tally([{"made": line}, {"made": line}, of_keys, {}]) == [
-        ["2", "1", "2.13.0", "3.11.7", "AMD EPYC, 2 of 2 cores, AVX512", "cpu"],
-        ["1", NOT_RECORDED, *[NOT_RECORDED] * 4],
-        ["1", "1", "x", "x", NOT_RECORDED, NOT_RECORDED],
-    ]
-    now = made()
-    assert tally([now]) == [["1", "1", *list(now.values())[1:]]]
-    assert all(now.values())
 
 
 MADE_BEFORE = {
@@ -315,26 +301,6 @@ def test_nor_do_those_of_another_plan_under_the_same_settings(tmp_path, monkeypa
         for name, kept in _read(path).items():
             (run,) = (run for run in RUNS if (run.group, run.name) == (path.stem, name))
             assert known.seeds(run) == kept["seeds"]
-
-
-def test_results_that_are_stored_at_once_are_all_kept(tmp_path):
-    run = _small()
-    with ThreadPoolExecutor(8) as pool:
-        kept = pool.map(lambda seed: Stored(tmp_path).add(run, seed, {"looks": {}}), range(40))
-        assert list(kept) == [None] * 40
-    assert len(Stored(tmp_path).seeds(run)) == 40
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [(["nosuch"], "no run's name holds all of nosuch"), (["--page", "ali"], "leave out words")],
-)
-def test_a_word_that_no_run_has_is_an_error(words, answer, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["evidence", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert answer in capsys.readouterr().err
 
 
 def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):
