@@ -36,6 +36,13 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def root(node: ast.AST) -> str:
+    """The name that an expression begins with, as `self` of self.a().b; "" of any other."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def used(tree: ast.AST, own: set[str]) -> Iterator[str]:
     """Private and inner names of others in a file; of attributes and operators the last part.
 
@@ -50,8 +57,8 @@ def used(tree: ast.AST, own: set[str]) -> Iterator[str]:
                     if inner or private(alias.name):
                         yield f"{module}.{alias.name}"
             case ast.Attribute(value=of, attr=name):
-                library = ast.unparse(of).rpartition(".")[2].removeprefix("_")
-                ours = name in own or ast.unparse(of).split(".")[0] in ("self", "cls", "os")
+                library = getattr(of, "attr", getattr(of, "id", "")).removeprefix("_")
+                ours = name in own or root(of) in ("self", "cls", "os")
                 if library in LIBRARIES or (private(name) and not ours and name != "_replace"):
                     yield name
             case ast.Constant(value=str(text)):
