@@ -82,20 +82,6 @@ def test_the_spread_is_the_divergence_and_the_noise():
 # ---------------------------------------------------------------- the argmin
 
 
-def test_a_constant_t_gives_one_iteration():
-    rng = random.Random(2)
-    for _ in range(50):
-        assert best_tau(drawn(rng), 10 ** rng.uniform(-3, 3), lambda tau: 500.0, 100) == 1
-
-
-def test_tau_is_between_one_and_the_even_split():
-    rng = random.Random(3)
-    for _ in range(200):
-        left, rounds = rng.randrange(1, 3000), rng.randrange(1, 500)
-        tau = best_tau(drawn(rng), 10 ** rng.uniform(-4, 4), allowed_iterations(left, rounds), 100)
-        assert 1 <= tau <= math.ceil(left / rounds)
-
-
 def test_large_kappa_splits_evenly_and_small_kappa_gives_1():
     rng = random.Random(4)
     for _ in range(50):
@@ -118,17 +104,6 @@ def test_the_even_split_is_the_rounded_up_quotient(left, rounds):
         assert best_tau(
             Drift(0.5, 1, 0.1, 1), EVEN, allowed_iterations(left, rounds), most
         ) == even_split(allowed_iterations(left, rounds), most)
-
-
-def test_as_many_rounds_as_iterations_give_one():
-    rng = random.Random(5)
-    for _ in range(50):
-        left = rng.randrange(1, 2000)
-        rounds = left + rng.randrange(0, 50)
-        assert (
-            best_tau(drawn(rng), 10 ** rng.uniform(-3, 9), allowed_iterations(left, rounds), 100)
-            == 1
-        )
 
 
 def test_nothing_left_gives_one():
@@ -186,15 +161,11 @@ def test_the_sensitivity_is_exact():
     [
         lambda: Drift(0.0, 1, 1, 1),
         lambda: Drift(0.1, math.nan, 1, 1),
-        lambda: Drift(0.1, 1, -1, 1),
-        lambda: Drift(0.1, 1, 1, math.inf),
         lambda: Drift(0.1, 1, 1, 1).h(0),
-        lambda: gradient_spread(-1.0, 4, 0.1),
         lambda: gradient_spread(1.0, 0, 0.1),
         lambda: allowed_iterations(-1, 3),
         lambda: allowed_iterations(10, math.nan),
         lambda: allowed_iterations(10, lambda tau: math.nan)(1),
-        lambda: best_tau(Drift(0.1, 1, 1, 1), 0.0, allowed_iterations(10, 3), 5),
         lambda: best_tau(Drift(0.1, 1, 1, 1), math.nan, allowed_iterations(10, 3), 5),
         lambda: best_tau(Drift(0.1, 1, 1, 1), 1.0, lambda tau: -1.0, 5),
         lambda: best_tau(Drift(0.1, 1, 1, 1), 1.0, allowed_iterations(10, 3), 0),
