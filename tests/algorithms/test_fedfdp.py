@@ -6,7 +6,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fedpact import algorithms
 from fedpact.algorithms.fedfdp import Settings, facts, local
 from fedpact.common.messages import State, Task
 from fedpact.privacy.oracle import Fair, Uniform
@@ -197,10 +196,3 @@ def test_settings_are_checked(wrong):
     (name,) = wrong
     with pytest.raises(ValidationError, match=name):
         Settings(**wrong)
-
-
-def test_settings_are_frozen():
-    for name in algorithms.names():
-        settings = algorithms.load(name).Settings()
-        with pytest.raises(ValidationError, match="frozen"):
-            settings.learning_rate = 3.0
