@@ -37,8 +37,7 @@ def test_the_bound_follows_the_movement(given, slope, federation):
         assert bound == pytest.approx(slope * moved, rel=1e-12)
 
 
-@pytest.mark.parametrize("solver", ["svrg", "sarah"])
-def test_the_noise_is_the_openings_and_the_differences(federation, solver):
+def test_the_noise_is_the_openings_and_the_differences(federation):
     """At an empty site all is noise. With η = 1, μ = 0, τ = 1: w_2 - w⁰ = -(2 v⁰ + ξ), v⁰ of
     deviation s_a = σ_a C / N in a coordinate, ξ of σ K ‖w_1 - w⁰‖ / (q N) = σ K ‖v⁰‖ / (q N): so
     E‖w_2 - w⁰‖² = d s_a² (4 + d (σ K / (q N))²).
@@ -46,9 +45,7 @@ def test_the_noise_is_the_openings_and_the_differences(federation, solver):
     600 runs of d = 12: their mean spreads by about 2.5 %, so 10 % are four deviations. Without the
     noise of the difference, or with K twice as large, it would be 30 % less or 90 % more.
     """
-    settings = Settings(
-        solver=solver, proximal=0.0, learning_rate=1.0, local_steps=1, difference_bound=1.89
-    )
+    settings = Settings(proximal=0.0, learning_rate=1.0, local_steps=1, difference_bound=1.89)
     method, found = Method("fedproxvr", settings), []
     for seed in range(600):
         bed = federation(private=True, counts={"a": 0}, sizes={"a": 10.0}, seed=seed)
