@@ -250,14 +250,6 @@ def test_a_loss_below_zero_adds_nothing(federation):
         check(bed, bed.make_dummy_records("b", 30), (x, 0), [query])
 
 
-def test_the_papers_own_counterexample():
-    """λ = 0.6, F = 2, ℓ = 0.01, ‖g‖ = 1, C = 0.1: as printed a length of 0.194, here 0."""
-    loss = torch.tensor([0.01], dtype=torch.float64)
-    as_printed = min(1 + 0.6 * (0.01 - 2), 0.1)
-    assert as_printed == pytest.approx(-0.194)
-    assert float(Fair(0.6, 2.0)(loss)) == 0.0
-
-
 def test_the_oracle_is_the_private_one(quiet):
     task = Task("run", 1, "fedavg", {"w": quiet.w}, {})
     assert isinstance(quiet.oracle("a", task, {"gradient": 1.0}), PrivateOracle)
