@@ -141,6 +141,17 @@ def test_the_share_below_is_a_sum_of_halves_plus_noise() -> None:
         assert batch.below(w, bound) == pytest.approx(total / (0.3 * 40) + 0.5, rel=1e-12)
 
 
+def test_losses_below_zero_count_as_zero() -> None:
+    def negative(outputs: Tensor, y: Tensor, /) -> Tensor:
+        return -cross_entropy(outputs, y)
+
+    held = records()
+    kernel = PerSampleKernel(model(), negative)
+    batch = next(private(held, kernel=kernel).batches(1, "loss"))
+    noise = float(DRAWS.gaussian(1, point(8), 0, "loss"))
+    assert batch.loss(point(8), 0.6) == pytest.approx(4.0 * 0.6 * noise / 12, rel=1e-12)
+
+
 def test_the_divisor_is_the_declared_size_whatever_the_true_one() -> None:
     held, w = records(), point(8)
     assert each(held, w)[1].norm(dim=1).max() < 50
