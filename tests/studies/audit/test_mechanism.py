@@ -171,17 +171,17 @@ def test_the_right_mechanism_passes(seed, target, queries):
 
 
 def test_right_noise_on_a_grid_is_normal_as_often_as_is_said(target, queries):
-    """Of 10 p-values 5 or more are below 0.05 with probability 6e-5; as it was, 7 of them were."""
+    """Of 6 p-values 4 or more are below 0.05 with probability 9e-5; as it was, most were."""
     assert target.terms.units
     small = [
         test.bound
-        for seed in range(100, 110)
+        for seed in range(100, 106)
         for test in noise_checks(seeded(target, seed), queries)[1:]
         if "it is normal" in test.found
     ]
     for one in (small[0::2], small[1::2]):
-        assert len(one) == 10
-        assert sum(p < 0.05 for p in one) < 5
+        assert len(one) == 6
+        assert sum(p < 0.05 for p in one) < 4
 
 
 @pytest.mark.parametrize(
