@@ -40,15 +40,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[Ru
     news: list[RunProgress] = []
     folder = tmp_path_factory.mktemp("compare") / "c"
     with pytest.MonkeyPatch.context() as patched:
-        # One process to begin, and not three.
-        patched.setattr(Job, "here", property(lambda job: job.name != "one"))
+        patched.setattr(Job, "here", True)  # what a process of its own makes is in test_pool
         return fedpact.compare(PLANS, [3], folder, on_news=news.append), news
 
 
 def test_a_run_of_a_comparison_is_the_run_of_its_plan(
     whole: tuple[Comparison, list[RunProgress]], tmp_path: Path
 ) -> None:
-    # Another process, another number of threads: the same bits as fedpact.run in this one.
     comparison, _ = whole
     for entry, plan in (("one", FEDAVG), ("two", FEDFDP)):
         alone = Plan.parse({**plan.model_dump(mode="json"), "seed": 3})

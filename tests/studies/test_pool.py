@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.studies import stand_in
 
+from fedpact.api import run
 from fedpact.plan import Plan
 from fedpact.studies import pool
 from fedpact.studies.pool import Job, RunProgress, run_jobs
@@ -161,13 +162,17 @@ def test_a_process_that_ctrl_c_ended_is_no_failure(
 
 
 def test_a_comparing_script_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
-    """Though no `if __name__ == "__main__"` guards it."""
+    """Though no `if __name__ == "__main__"` guards it. They make the run that is made here."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(tmp_path)]
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     done = subprocess.run(command, capture_output=True, text=True, env=own)
-    assert (done.returncode, done.stdout) == (0, "once\n{}\n[False, True]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "once\n{}\n[False, False, True]\n"), done.stderr
+    run(Plan.parse({"rounds": 1, "sites": 2}), tmp_path / "here")
+    for file in ("model.safetensors", "partition.json"):
+        made = tmp_path / "a" / "s0" / file
+        assert made.read_bytes() == (tmp_path / "here" / file).read_bytes()
 
 
 SCRIPT = """
@@ -175,10 +180,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from fedpact.plan import Plan
-from fedpact.studies import pool
 from fedpact.studies.pool import Job, run_jobs
-from tests.studies import stand_in
-pool._work = stand_in.work
 print("once")
 news = []
 plan = Plan.parse({"rounds": 1, "sites": 2})
