@@ -10,7 +10,7 @@ from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 
-BASE = {"rounds": 6, "sites": 2, "run": {"workers": 1, "evaluate_every": 100}}
+BASE = {"rounds": 5, "sites": 2, "run": {"workers": 1, "evaluate_every": 100}}
 PRIVATE = {"sigma": 4.0, "epsilon": 100.0}
 
 
