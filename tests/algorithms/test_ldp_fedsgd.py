@@ -355,7 +355,8 @@ def test_fedavg_and_fedfdp_run_under_batch_clipping_too(tmp_path, data):
             made = charges(result.folder, site)
             assert {entry["sigma"] for entry in made} == {held["sigma_joint"]}
             steps = sum(entry["count"] for entry in made)
-            assert recount(0.5, joint, steps, 1e-5, "pld") <= 2 * (1 + 1e-3)
+        # All sites have one budget and one noise.
+        assert recount(0.5, joint, steps, 1e-5, "pld") <= 2 * (1 + 1e-3)
 
 
 def test_the_sites_public_numbers_do_not_depend_on_their_records():
