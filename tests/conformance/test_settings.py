@@ -66,8 +66,8 @@ def test_a_stored_plan_is_read_back_unchanged(name, tmp_path):
     assert Plan.parse(edited).algorithm_settings.learning_rate == 0.125
 
 
-@pytest.mark.parametrize("name", ["ali_dpfl", "fedavg", "fedfair", "fednova", "fedproxvr"])
-def test_it_reads_as_many_records_as_its_steps_and_openings(name, tmp_path):
+@each
+def test_it_runs_on_the_default_configuration_by_name(name, tmp_path):
     plan = Plan.read(None, [f"algorithm={name}", "rounds=1", "sites=2"])
     assert plan.private == (not Method(name).facts.plain_only)
     result = simulate(plan, tmp_path / "run")
