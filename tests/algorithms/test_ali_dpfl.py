@@ -145,17 +145,6 @@ def test_as_many_rounds_as_iterations_give_fedavg(data, tmp_path):
     assert models[0] == models[1]
 
 
-def test_bytes_limit_the_rounds_too(data, tmp_path):
-    """With bytes for a few rounds only, the iterations go into those."""
-    free = simulate(plan(ALI, PRIVATE), tmp_path / "free", data=data)
-    sent = free.summary["bytes_up"] + free.summary["bytes_down"]
-    few = plan(ALI, PRIVATE, budget={"bytes": sent // 2})
-    result = simulate(few, tmp_path / "few", data=data)
-    assert result.summary["bytes_up"] + result.summary["bytes_down"] <= sent // 2
-    assert len(steps(result)) <= 6
-    assert max(steps(result)) > max(steps(free))
-
-
 def test_no_budget_of_bytes_is_exceeded_by_one(data, tmp_path):
     """Budgets of just what 1, 4, 7 or 10 rounds send, or one byte less by turns: replies differ by
     digits, and the last may be longer."""
