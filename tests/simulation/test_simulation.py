@@ -120,26 +120,6 @@ def test_run_cut_off_within_a_round_charges_nothing_twice(finished, tmp_path, mo
     assert after.summary["epsilon"] == whole.summary["epsilon"]
 
 
-def test_a_plain_run_reaches_the_accuracy_of_logistic_regression(tmp_path):
-    from sklearn.linear_model import LogisticRegression
-
-    from fedpact.data.load import load_dataset
-
-    data = load_dataset("digits")
-    reference = LogisticRegression(max_iter=2000).fit(data.x.flatten(1).numpy(), data.y.numpy())
-    goal = reference.score(data.x_test.flatten(1).numpy(), data.y_test.numpy())
-    result = simulate(
-        plan(
-            privacy={"mode": "none"},
-            rounds=150,
-            sampling_rate=1.0,
-            run={"evaluate_every": 150, "workers": 1},
-        ),
-        tmp_path / "run",
-    )
-    assert result.summary["accuracy"] >= goal - 0.03
-
-
 def test_one_site_with_one_full_batch_is_gradient_descent(tmp_path):
     """FedAvg at q = 1, τ = 1 with one site: w - η ∇F(w), by ordinary autograd."""
     torch.manual_seed(0)
