@@ -64,10 +64,9 @@ def test_records_may_have_any_memory_layout(tmp_path, mode):
         assert np.array_equal(found.predict(given).probabilities, plain.predict(x).probabilities)
 
 
-@MODES
-def test_views_of_an_image_share_its_layout(tmp_path, mode):
+def test_views_of_an_image_share_its_layout(tmp_path):
     data = np.ascontiguousarray(np.moveaxis(IMAGES[0], -1, 1)), IMAGES[1]
-    assert run(tmp_path, Flat, data, mode, views={"shift": 1, "mirror": True}).records[-1].loss
+    assert run(tmp_path, Flat, data, views={"shift": 1, "mirror": True}).records[-1].loss
 
 
 @MODES
@@ -113,10 +112,9 @@ def test_empty_images_have_the_gradient_that_they_have():
         assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
-@MODES
-def test_a_loss_may_contain_constants(tmp_path, mode):
+def test_a_loss_may_contain_constants(tmp_path):
     loss = nn.CrossEntropyLoss(reduction="none", weight=torch.tensor([1.0, 3.0]))
-    assert run(tmp_path, lambda s, k: nn.Linear(6, k), NUMBERS, mode, loss=loss).records[-1].loss
+    assert run(tmp_path, lambda s, k: nn.Linear(6, k), NUMBERS, loss=loss).records[-1].loss
 
 
 def test_what_is_moved_to_a_gpu_is_not_what_others_hold():
