@@ -20,9 +20,9 @@ BUDGET = Budget(2.0, 1e-5)
 SPENT = {SampledGaussian(0.05, 2.0): 50}
 
 
-@pytest.mark.parametrize("spent", [None, SPENT], ids=["fresh", "spent"])
 @pytest.mark.parametrize(
-    ("q", "steps", "accountant"), [(0.015, 300, "pld"), (0.25, 40, "best"), (1.0, 10, "rdp")]
+    ("q", "steps", "accountant", "spent"),
+    [(0.015, 300, "pld", None), (0.25, 40, "best", SPENT), (1.0, 10, "rdp", SPENT)],
 )
 def test_smallest_sigma_keeps_the_budget_and_less_noise_does_not(q, steps, accountant, spent):
     sigma = smallest_sigma(BUDGET, q, steps, accountant, spent=spent)
