@@ -81,7 +81,7 @@ def test_best_is_the_smaller_bound():
         assert epsilon(history, 1e-6) == min(each)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     q=st.floats(1e-3, 0.95),
     sigma=st.floats(0.4, 30.0),
@@ -114,8 +114,8 @@ def test_order_and_absent_events_do_not_matter():
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp", "best"])
 def test_extremes_give_a_bound_or_inf_but_never_nan(accountant):
-    for q in (1e-12, 1e-3, 0.5, 1 - 1e-12, 1.0):
-        for sigma in (1e-9, 1e-2, 1.0, 1e9):
+    for q in (1e-12, 1e-3, 1 - 1e-12, 1.0):
+        for sigma in (1e-9, 1.0, 1e9):
             for delta in (1e-300, 1e-30, 0.999999):
                 value = epsilon({SampledGaussian(q, sigma): 3}, delta, accountant)
                 assert value >= 0, (q, sigma, delta)
