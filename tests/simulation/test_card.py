@@ -19,10 +19,7 @@ from fedpact.simulation.simulate import simulate
 
 ALGORITHMS = {
     "fedavg": {},
-    "fedprox": {},
     "scaffold": {},
-    "feddyn": {},
-    "qffl": {},
     "ldp_fedsgd": {},
     "fedproxvr": {},
     "fedfdp": {},
