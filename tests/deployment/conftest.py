@@ -1,8 +1,13 @@
 """A deployment's files, made once; each test that changes something works on a copy."""
 
 import json
+import logging
+import os
 import shutil
 import socket
+import sys
+import warnings
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,8 @@ pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 from flwr.supercore.task_identity import TaskIdentity
 from tests.deployment.grid import Clock, Run, allow
 
+from fedpact.cli.main import main
+from fedpact.deployment import local
 from fedpact.deployment.files import Choices, write_deployment
 from fedpact.deployment.flower import requests, transport
 from fedpact.plan import Plan
@@ -23,6 +30,46 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class Forked(get_context("fork").Process):
+    """A command as a process of its own that need not load torch again; its output is a log's."""
+
+    def __init__(self, work, log: Path, *arguments, **environment) -> None:
+        super().__init__()
+        self.work, self.log, self.arguments, self.environment = work, log, arguments, environment
+        log.touch()
+        self.start()
+
+    def run(self) -> None:
+        os.setsid()
+        local.die_with_parent()
+        with self.log.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+        # These are the tests'.
+        logging.getLogger().handlers.clear()
+        warnings.simplefilter("ignore")
+        os.environ.update(self.environment)
+        sys.argv = ["fedpact", *self.arguments]
+        self.work()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    wait = get_context("fork").Process.join
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """The parties that `local.Parties` starts are forked; test_processes.py starts a real one."""
+
+    def spawn(name, where):
+        kind = "server" if name == local.SERVER else "site"
+        return Forked(main, where / "log.txt", "deploy", kind, str(where), NO_COLOR="1")
+
+    monkeypatch.setattr(local, "_spawn", spawn)
 
 
 @pytest.fixture

@@ -2,20 +2,18 @@
 way in without a key, with another authority's certificate, or over plain HTTP."""
 
 import json
-import os
 import shlex
-import shutil
 import socket
 import ssl
-import subprocess
-import sys
 import urllib.error
 import urllib.request
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.deployment.conftest import Forked, free_port
 from tests.waiting import wait_for
 
 from benchmarks import deployment
@@ -45,7 +43,9 @@ def finished(make, elsewhere):
     try:
         here.start("server", SITES[0])
         log = directory / "server" / "log.txt"
-        wait_for(lambda: log.exists() and "is connected" in log.read_text(), directory)
+        wait_for(
+            lambda: not here.runs("server") or "is connected" in log.read_text(), directory
+        )
         knocked = knock(directory, elsewhere / "strangers")
         number = here._children["server"].pid
         knocked["long body"] = flood(directory, number)
@@ -81,10 +81,12 @@ def knock(directory, elsewhere):
             *("--auth-supernode-private-key", str(site_key)),
         ],
     }
-    running = {name: supernode(address, arguments, elsewhere) for name, arguments in tries.items()}
-    told = {
-        name: (process.communicate()[0], process.returncode) for name, process in running.items()
-    }
+    told = {}
+    for name, arguments in tries.items():
+        (elsewhere / name).mkdir()
+        process = supernode(address, arguments, elsewhere / name)
+        process.wait()
+        told[name] = process.log.read_text(), process.poll()
     # What Flower would send matters to none of these: no connection is made.
     context = ssl.create_default_context(cafile=right)
     told["no key"] = asked(f"https://{address}/health", context), None
@@ -139,28 +141,16 @@ def peak_bytes(number):
 
 
 def supernode(address, arguments, home):
-    program = shutil.which("flower-supernode", path=str(Path(sys.executable).parent))
-    return subprocess.Popen(
-        [
-            *(program, "--superlink", address, "--isolation", "process", "--max-wait-time", "3"),
-            *("--max-retries", "2", "--port", str(local_port()), *arguments),
-        ],
-        env={
-            **os.environ,
-            "FLWR_HOME": str(home),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    (program,) = entry_points(group="console_scripts", name="flower-supernode")
+    return Forked(
+        program.load(),
+        home / "log.txt",
+        *("--superlink", address, "--isolation", "process", "--max-wait-time", "3"),
+        *("--max-retries", "2", "--port", str(free_port()), *arguments),
+        FLWR_HOME=str(home),
+        FLWR_TELEMETRY_ENABLED="0",
+        FLWR_DISABLE_UPDATE_CHECK="1",
     )
-
-
-def local_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def simulated(directory, out):
@@ -293,6 +283,7 @@ def check_that_nothing_is_left_running(directory):
             assert at != where.resolve(), f"{name}: {process}"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_federation_of_processes(make, tmp_path):
     """One test, as starting it is most of its time."""
     directory, knocked, found = finished(make, tmp_path)
