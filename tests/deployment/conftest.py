@@ -47,7 +47,7 @@ class Forked(get_context("fork").Process):
         with self.log.open("ab") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
         # These are the tests'.
         logging.getLogger().handlers.clear()
         warnings.simplefilter("ignore")

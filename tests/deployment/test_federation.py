@@ -43,9 +43,7 @@ def finished(make, elsewhere):
     try:
         here.start("server", SITES[0])
         log = directory / "server" / "log.txt"
-        wait_for(
-            lambda: not here.runs("server") or "is connected" in log.read_text(), directory
-        )
+        wait_for(lambda: not here.runs("server") or "is connected" in log.read_text(), directory)
         knocked = knock(directory, elsewhere / "strangers")
         number = here._children["server"].pid
         knocked["long body"] = flood(directory, number)

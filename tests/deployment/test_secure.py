@@ -7,11 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
 from scipy import stats
 from tests.deployment.grid import (
     FLOATS,
     NAMES,
+    Clock,
+    Run,
     bound_on_spent,
     charged,
     forget,
@@ -23,7 +26,8 @@ from fedpact.common.errors import DataError, PlanError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import Folder
-from fedpact.deployment.flower import flower_records
+from fedpact.deployment.flower import flower_records, requests
+from fedpact.deployment.flower import transport as flower_transport
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store, StoreSlot
@@ -110,13 +114,43 @@ def slow(node, number):
     return loses(node, "masked", number)
 
 
-def test_it_charges_the_same_as_the_run_without_it(federation):
-    run, nodes = federation()
-    records = run()
-    assert [record.refused for record in records] == [{}] * 3
+@pytest.fixture(scope="module")
+def undisturbed(make, tmp_path_factory):
+    """A run and the same one without secure aggregation, by the same draws, and all that is sent.
+
+    {name: run}; run.sent: (node, answer) of each.
+    """
+    found = {}
+    for name, threshold in (("secure", 2), ("plain", 0)):
+        directory = make(
+            tmp_path_factory.mktemp("undisturbed") / name,
+            {"patience": PATIENCE, "seeds": "test"},
+            **{"rounds": 2, "secure_aggregation": {"threshold": threshold}, **FLOATS},
+        )
+        run = found[name] = Run(directory)
+        run.sent = []
+        for node in run.nodes:
+            node.behave = lambda _, answer, node=node, run=run: (
+                run.sent.append((node, answer())) or run.sent[-1][1]
+            )
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (flower_transport, requests):
+                patch.setattr(module, "time", Clock())
+            TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+            run()
+    yield found
+    for run in found.values():
+        for node in run.nodes:
+            node.site.close()
+
+
+def test_it_charges_the_same_as_the_run_without_it(undisturbed):
+    run, plain = undisturbed["secure"], undisturbed["plain"]
+    assert [record.refused for record in run.records] == [{}] * 3
     assert run.summary["status"] == "finished"
-    assert [charged(node) for node in nodes] == [4, 4, 4]
-    for node in nodes:
+    assert [r.epsilon for r in run.records] == [r.epsilon for r in plain.records]
+    for node in run.nodes:
+        assert charged(node) == 4
         assert steps_of(node) == [(1, s) for s in [*AHEAD, *SUM]] + [(2, s) for s in SUM]
 
 
@@ -189,34 +223,24 @@ def _stored(site):
 CLOSE = 1e-5
 
 
-def test_neutral_settings_give_the_run_without_it(federation):
+def test_neutral_settings_give_the_run_without_it(undisturbed):
     """The same draws, so the models differ by the encoding and float32 alone."""
-    secure, _ = federation("secure", seeds="test")
-    plain, _ = federation("plain", seeds="test", secure_aggregation={"threshold": 0})
-    for run in (secure, plain):
-        run()
+    secure, plain = undisturbed["secure"], undisturbed["plain"]
     assert float((model(secure) - model(plain)).abs().max()) <= CLOSE
     # Models that never moved would agree, too.
     assert secure.records[-1].loss < secure.records[0].loss - 0.1
-    assert [r.epsilon for r in secure.records] == [r.epsilon for r in plain.records]
 
 
-def test_no_message_to_the_server_shows_a_sites_vector(federation):
+def test_no_message_to_the_server_shows_a_sites_vector(undisturbed):
     """Each site's own reply, as it lies on its disk, is in none of its answers; masked words are
     spread over all of 64 bits, while 99 % of the plain ones are below 2^50."""
-    run, nodes = federation()
-    sent = []
-    for node in nodes:
-        node.behave = lambda message, answer, node=node: (
-            sent.append((node, answer())) or sent[-1][1]
-        )
-    run()
+    sent = undisturbed["secure"].sent
+    assert len(sent) == 3 * (len(AHEAD) + 2 * len(SUM))
     for node, message in sent:
         block = flower_records.from_record(message.content)[0]
         given = from_bytes(block)
         assert isinstance(given, Step)
-        kept = stored(node.directory).partition(b"\n")[2]
-        w = from_bytes(kept).vectors["w"]
+        w = _stored(node.site).vectors["w"]
         assert w.numpy().tobytes()[:64] not in block
         if given.step == "masked":
             masked = from_bytes(given.vectors["reply"].numpy().tobytes())
@@ -479,42 +503,40 @@ def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypat
     check_mean(run, NAMES)
 
 
-@pytest.mark.parametrize("change", [{"session": "x"}, {"step": "masked"}, {"site": "site-01"}])
-def test_an_answer_from_another_session_step_or_site_is_rejected(federation, change):
-    """It answers the question "keys" in every session as if it were another."""
-    run, nodes = federation()
+def test_a_wrong_answer_about_keys_excludes_its_site(federation):
+    """One in each round. Had the others been told of such keys, each would refuse the session."""
+    run, nodes = federation(rounds=7)
+    told = []
+
+    def signed(given, key, **changes):
+        place = messages.place_of(given)
+        advert = replace(messages.to_advert(messages.blocks(given)), **changes)
+        blocks = messages.from_advert(advert.sign(key, "site-00", place))
+        return messages.step(place, "site-00", "keys", blocks)
+
+    lies = [
+        lambda given: replace(given, session="x"),
+        lambda given: replace(given, step="masked"),
+        lambda given: replace(given, site="site-01"),
+        lambda given: messages.step(messages.place_of(given), "site-00", "keys", {}),
+        lambda given: signed(given, nodes[1].key),
+        lambda given: signed(given, nodes[0].key, seal=bytes(32)),
+    ]
 
     def behave(message, answer):
         given = from_bytes(flower_records.from_record(answer().content)[0])
-        if isinstance(given, Step) and given.step == "keys":
-            return nodes[0].forge(message, to_bytes(Step(**{**vars(given), **change})))
+        if given.step == "keys" and len(told) < len(lies):
+            given = lies[len(told)](given)
+            told.append(from_bytes(nodes[0].heard[-1]).round)
+            nodes[0].since = f"again, {told}"  # so that it is asked in the next round, too
         return nodes[0].forge(message, to_bytes(given))
 
     nodes[0].behave = behave
-    assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: stale"}] * 2
-
-
-@pytest.mark.parametrize("wrong", ["no keys", "another's signature", "a key that is none"])
-def test_site_without_valid_keys_is_excluded_from_the_round(federation, wrong):
-    """Had the others been told of them, each would refuse the session."""
-    run, nodes = federation()
-
-    def behave(message, answer):
-        given = from_bytes(flower_records.from_record(answer().content)[0])
-        if not isinstance(given, Step) or given.step != "keys":
-            return nodes[0].forge(message, to_bytes(given))
-        place, blocks = messages.place_of(given), {}
-        advert = messages.to_advert(messages.blocks(given))
-        if wrong == "another's signature":
-            blocks = messages.from_advert(advert.sign(nodes[1].key, "site-00", place))
-        elif wrong == "a key that is none":
-            none = replace(advert, seal=bytes(32)).sign(nodes[0].key, "site-00", place)
-            blocks = messages.from_advert(none)
-        return nodes[0].forge(message, to_bytes(messages.step(place, "site-00", "keys", blocks)))
-
-    nodes[0].behave = behave
-    assert [r.refused for r in run()[1:]] == [{"site-00": "rejected: step"}] * 2
-    assert [charged(node) for node in nodes] == [0, 4, 4]
+    refused = [record.refused for record in run()[1:]]
+    assert told == [1, 2, 3, 4, 5, 6]
+    expected = ["stale"] * 3 + ["step"] * 3
+    assert refused == [*({"site-00": f"rejected: {why}"} for why in expected), {}]
+    assert [charged(node) for node in nodes] == [2, 14, 14]
 
 
 def test_space_for_an_opened_sum_is_reserved_before_the_charge(federation, monkeypatch):
@@ -545,8 +567,7 @@ def test_space_for_an_opened_sum_is_reserved_before_the_charge(federation, monke
     assert stored(home, "room for opened") is None
 
 
-@pytest.mark.parametrize("how", ["deleted", "of another run"])
-def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
+def test_a_site_without_its_list_of_opened_sums_does_not_open(federation):
     """A server could have a second sum of a round opened, over other sites."""
     run, nodes = federation()
     home = nodes[0].directory
@@ -557,12 +578,13 @@ def test_a_site_without_its_list_of_opened_sums_does_not_open(federation, how):
     run()
     assert lost
     nodes[0].site.close()
-    if how == "deleted":
-        forget(home, "opened")
-    else:
-        with closing(Store(home)) as store:
-            store.write("opened", json.dumps(["another", 3, 0, []]).encode())
-    with pytest.raises(DataError, match=r"site\.db (is|has no list) .*take part in a new run only"):
+    with closing(Store(home)) as store:
+        store.write("opened", json.dumps(["another", 3, 0, []]).encode())
+    told = r"site\.db (is|has no list) .*take part in a new run only"
+    with pytest.raises(DataError, match=told):
+        Site(home)
+    forget(home, "opened")
+    with pytest.raises(DataError, match=told):
         Site(home)
 
 
@@ -591,14 +613,19 @@ def test_site_with_invalid_shares_is_excluded_from_next_attempt(federation, monk
     assert run.summary["status"] == "finished"
 
 
+def spend(node):
+    """Have a site charge what it has reserved."""
+    node.site.take_part()
+    for number in (101, 102):
+        task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+        node.site._client.handle(task, node.site._bench)
+
+
 def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
     """Two of three have spent theirs: the third's vector would stand alone."""
     run, nodes = federation()
     for node in nodes[1:]:
-        node.site.take_part()
-        for number in (101, 102):
-            task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
-            node.site._client.handle(task, node.site._bench)
+        spend(node)
     records = run()
     assert run.summary["status"] == "budget"
     assert [record.round for record in records] == [0]
@@ -611,20 +638,14 @@ def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
 def test_run_ends_when_too_few_sites_have_budget(federation):
     """patience.least_replies is more than the threshold."""
     run, nodes = federation(patience={"least_replies": 3})
-    nodes[0].site.take_part()
-    for number in (101, 102):
-        task = Task(nodes[0].site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
-        nodes[0].site._client.handle(task, nodes[0].site._bench)
+    spend(nodes[0])
     run()
     assert run.summary["status"] == "budget"
 
 
 def test_one_site_without_budget_is_left_out(federation):
     run, nodes = federation()
-    nodes[0].site.take_part()
-    for number in (101, 102):
-        task = Task(nodes[0].site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
-        nodes[0].site._client.handle(task, nodes[0].site._bench)
+    spend(nodes[0])
     records = run()
     assert [record.refused for record in records[1:]] == [{"site-00": "budget"}] * 2
     assert run.summary["status"] == "finished"
@@ -654,40 +675,38 @@ def lies(node):
     }
 
 
-@pytest.mark.parametrize("wrong", ["form", "weight", "ledger", "stale", "another's"])
-def test_a_bad_masked_reply_is_a_drop_out(federation, wrong):
-    run, nodes = federation()
-    nodes[0].behave = lies(nodes[0])[wrong]
+def test_a_bad_masked_reply_is_a_drop_out(federation):
+    run, nodes = federation(rounds=5)
+    wrong = lies(nodes[0])
+
+    def behave(message, answer):
+        number = from_bytes(nodes[0].heard[-1]).round
+        return wrong[list(wrong)[number - 1]](message, answer)
+
+    nodes[0].behave = behave
     records = run()
-    assert [record.refused for record in records[1:]] == [{"site-00": f"rejected: {wrong}"}] * 2
+    assert [r.refused for r in records[1:]] == [{"site-00": f"rejected: {w}"} for w in wrong]
     assert run.summary["loss"] < 10
 
 
-def test_bytes_are_those_that_went_over_the_wire(federation):
-    run, nodes = federation()
-    up = {1: 0, 2: 0}
-    for node in nodes:
-
-        def behave(message, answer):
-            given = answer()
-            block = flower_records.from_record(given.content)[0]
-            up[from_bytes(block).round] += len(block)
-            return given
-
-        node.behave = behave
-    records = run()
-    down = {1: 0, 2: 0}
-    for node in nodes:
+def test_bytes_are_those_that_went_over_the_wire(undisturbed):
+    run = undisturbed["secure"]
+    up, down = {1: 0, 2: 0}, {1: 0, 2: 0}
+    for _, message in run.sent:
+        block = flower_records.from_record(message.content)[0]
+        up[from_bytes(block).round] += len(block)
+    for node in run.nodes:
         for block in node.heard:
             down[from_bytes(block).round] += len(block)
-    assert {r.round: r.bytes_up for r in records[1:]} == up
-    assert {r.round: r.bytes_down for r in records[1:]} == down
+    assert {r.round: r.bytes_up for r in run.records[1:]} == up
+    assert {r.round: r.bytes_down for r in run.records[1:]} == down
 
 
-def test_statement_says_epsilon_ignores_secure_aggregation(federation):
-    run, _ = federation()
-    run()
-    told = json.loads((run.directory / "server" / "run" / "privacy.json").read_bytes())
+def test_statement_says_epsilon_ignores_secure_aggregation(undisturbed):
+    told, other = (
+        json.loads((undisturbed[name].directory / "server" / "run" / "privacy.json").read_bytes())
+        for name in ("secure", "plain")
+    )
     assert told["secure_aggregation"] == {
         "threshold": 2,
         "sites": 3,
@@ -696,9 +715,6 @@ def test_statement_says_epsilon_ignores_secure_aggregation(federation):
         "bits": 64,
     }
     assert any("does not rely on it" in line for line in told["covers"])
-    plain, _ = federation("plain", secure_aggregation={"threshold": 0})
-    plain()
-    other = json.loads((plain.directory / "server" / "run" / "privacy.json").read_bytes())
     assert other["secure_aggregation"] is None
     assert other["sites"] == told["sites"]
 
@@ -802,7 +818,7 @@ def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeyp
     what is opened of an attempt is one sum, of its own noise, and both ε stay in their bounds."""
     made, opened, number = shared_words(monkeypatch), [], 1 if step in AHEAD else 2
     run, nodes = federation(
-        settings={"local_steps": 1}, rounds=3, budget={"spare_rounds": 4}, sites=5, **SHARED_BY_FIVE
+        settings={"local_steps": 1}, budget={"spare_rounds": 4}, sites=5, **SHARED_BY_FIVE
     )
     mean = SharedSum.mean
 
@@ -831,7 +847,7 @@ def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeyp
         run()
     run()
     assert killed
-    assert [record.round for record in run.records] == [0, 1, 2, 3]
+    assert [record.round for record in run.records] == [0, 1, 2]
     assert len({entry[:2] for entry in opened}) == len(opened)
     for number, attempt, sites, total in opened:
         shares = [made[site, number, attempt] for site in sites]
