@@ -19,22 +19,47 @@ HEAVY = {
     *("torch", "numpy", "scipy", "dp_accounting", "matplotlib", "pydantic", "sklearn", "jinja2"),
     *("cryptography", "flwr", "ray", "safetensors"),
 }
-CALL = """
-import atexit, json, sys
-sys.argv = ["fedpact", *json.loads(sys.argv[1])]
-atexit.register(lambda: print("\\n" + json.dumps(sorted(sys.modules))))
+# Carries out calls that it reads, each in a fork, as starting Python takes most of their time.
+CALLS = """
+import atexit, json, os, sys, tempfile
 from fedpact.cli.main import main
-main()
+
+for line in sys.stdin:
+    arguments, environment = json.loads(line)
+    out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+    if os.fork() == 0:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        os.environ.update(environment)
+        sys.argv = ["fedpact", *arguments]
+        atexit.register(lambda: print("\\n" + json.dumps(sorted(sys.modules))))
+        main()
+        break
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    printed = [os.pread(file.fileno(), 2**20, 0).decode() for file in (out, err)]
+    print(json.dumps([code, *printed]), flush=True)
 """
 
 
-def call(*arguments: str) -> tuple[int, str, str, set[str]]:
-    """Exit code, what was printed and the modules that were loaded, in a process of its own."""
-    command = [sys.executable, "-c", CALL, json.dumps(arguments)]
+@pytest.fixture(scope="module")
+def call():
+    """call(*arguments, **environment) -> exit code, what was printed, and the modules loaded."""
+    command = [sys.executable, "-c", CALLS]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    *printed, modules = done.stdout.splitlines()
-    return done.returncode, "\n".join(printed), done.stderr, set(json.loads(modules))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
+
+        def answer(*arguments: str, **environment: str) -> tuple[int, str, str, set[str]]:
+            process.stdin.write(json.dumps([arguments, environment]) + "\n")
+            process.stdin.flush()
+            code, out, err = json.loads(process.stdout.readline())
+            *printed, modules = out.splitlines()
+            return code, "\n".join(printed), err, set(json.loads(modules))
+
+        # What is read of the classes is read once, by whoever asks first; with torch.
+        assert answer("settings", "privacy")[0] == 0
+        yield answer
+        process.stdin.close()
 
 
 @pytest.mark.parametrize("console", [plain_console, wide_console])
@@ -46,12 +71,6 @@ def test_names_and_paths_are_printed_as_they_are(console, capsys):
 
 def top(modules: set[str]) -> set[str]:
     return {name.split(".")[0] for name in modules}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def reference_is_kept():
-    """What is read of the classes is read once, by whoever asks first; with torch."""
-    assert call("settings", "privacy")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -88,7 +107,7 @@ def reference_is_kept():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_an_answer_that_computes_nothing_loads_nothing(arguments, code, told):
+def test_an_answer_that_computes_nothing_loads_nothing(call, arguments, code, told):
     found, out, err, modules = call(*arguments)
     assert found == code, err
     assert told in out + err
@@ -99,7 +118,7 @@ def test_an_answer_that_computes_nothing_loads_nothing(arguments, code, told):
         assert named <= {commands.home(arguments[0])}
 
 
-def test_account_loads_numbers_only():
+def test_account_loads_numbers_only(call):
     setting = ("--q", "0.1", "--sigma", "1", "--steps", "5")
     code, out, err, modules = call("account", *setting, "--accountant", "rdp", "--json")
     assert code == 0, err
@@ -152,37 +171,30 @@ def test_help_explains_arguments_and_ends_with_examples(name):
         check_keys(None, [one for one in given if not one.startswith("settings.")])
 
 
-def test_help_shows_them():
+def test_help_shows_them(call):
     _, out, _, _ = call("run", "--help")
     assert "A .toml or .json plan" in out
     assert "fedpact run --set algorithm=scaffold --set rounds=20" in out
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shell_completion_loads_nothing(shell):
+def test_shell_completion_loads_nothing(call, shell):
+    """And its script is printed as the README says."""
+
     def completed(line: str) -> str:
         given = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}  # bash
         given |= {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-        command = [sys.executable, "-c", CALL, "[]"]
-        environment = {**os.environ, **given, "_FEDPACT_COMPLETE": f"complete_{shell}"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        *printed, modules = done.stdout.splitlines()
-        assert not top(set(json.loads(modules))) & HEAVY
-        return "\n".join(printed)
+        _, out, _, modules = call(**given, _FEDPACT_COMPLETE=f"complete_{shell}")
+        assert not top(modules) & HEAVY
+        return out
 
     found = completed("fedpact re")
     assert "report" in found
     assert "resume" in found
     assert "account" not in found
     assert "--engine" in completed("fedpact run --en")
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_s_script_is_printed_as_the_readme_says(shell):
-    environment = {**os.environ, "_FEDPACT_COMPLETE": f"source_{shell}"}
-    command = [sys.executable, "-c", CALL, "[]"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert f"_FEDPACT_COMPLETE=complete_{shell}" in done.stdout
+    _, script, _, _ = call(_FEDPACT_COMPLETE=f"source_{shell}")
+    assert f"_FEDPACT_COMPLETE=complete_{shell}" in script
 
 
 def test_the_package_is_the_command_line_too():
