@@ -5,21 +5,26 @@ is waited for until it has exited.
 """
 
 import logging
-import os
 import subprocess
 import sys
+import threading
+from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.proto.control_pb2 import ListRunsRequest, StopRunRequest
+from flwr.supercore.task_identity import TaskIdentity
+from tests.deployment.conftest import Forked
 from tests.waiting import wait_for
 
-from fedpact.common.errors import TransportLost
-from fedpact.deployment import local
+from fedpact.common.errors import FedpactError, TransportLost
+from fedpact.deployment import local, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
-from fedpact.deployment.flower.internals import SuperLink, tls
+from fedpact.deployment.flower.internals import PromptGrid, SuperLink, tls
 
 # Of a SuperLink: answers requests by name, and is killed at the one that it is told.
 LINK = """
@@ -88,44 +93,38 @@ print(server.server_address[1], flush=True)
 server.serve_forever()
 """
 
-# Of a server: sends a question and fetches the answer, again and again, as `run_server` does.
-SERVER = """
-import subprocess, sys, time
-from contextlib import closing
-from pathlib import Path
-from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
-from fedpact.common.errors import FedpactError
-from fedpact.deployment import processes
-from fedpact.deployment.flower.internals import PromptGrid
 
-TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-processes._KNOCK_SECONDS = 0.05
-link = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
-port = link.stdout.readline().strip()
-try:
-    with (
-        processes._ended_by_signals(),
-        processes._ends_with(lambda: link.poll() is None, Path.cwd()),
-        closing(PromptGrid(f"http://127.0.0.1:{port}", None, "token", 1)) as grid,
-    ):
-        while True:
-            message = Message(RecordDict({"r": ConfigRecord({"r": "question"})}), 7, "train")
-            list(grid.push_messages([message]))
-            list(grid.pull_messages(["question"]))
-            HELD_UP
-except FedpactError as error:
-    print(error)
-    sys.exit(error.exit_code)
-"""
+def ask(directory, moment, held_up):
+    """Send a question and fetch the answer, again and again, as `run_server` does."""
+    processes._KNOCK_SECONDS = 0.05
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    command = [sys.executable, str(directory / "link.py"), *moment]
+    link = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    port = link.stdout.readline().strip()
+    try:
+        with (
+            processes._ended_by_signals(),
+            processes._ends_with(lambda: link.poll() is None, directory),
+            closing(PromptGrid(f"http://127.0.0.1:{port}", None, "token", 1)) as grid,
+        ):
+            while True:
+                message = Message(RecordDict({"r": ConfigRecord({"r": "question"})}), 7, "train")
+                list(grid.push_messages([message]))
+                list(grid.pull_messages(["question"]))
+                held_up()
+    except FedpactError as error:
+        print(error)
+        sys.exit(error.exit_code)
 
 
-def serve(directory, moment, held_up="pass"):
+def serve(directory, moment, held_up=lambda: None):
+    """Return the exit code of such a server, and its output."""
     (directory / "link.py").write_text(LINK)
     (directory / "flower").mkdir()
     (directory / "flower" / "log.txt").write_text("ERROR of Flower\n")
-    command = [sys.executable, "-c", SERVER.replace("HELD_UP", held_up), "link.py", *moment]
-    return subprocess.run(command, cwd=directory, env=os.environ, capture_output=True, text=True)
+    ended = Forked(partial(ask, directory, moment, held_up), directory / "out.txt")
+    ended.wait()
+    return ended.poll(), ended.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -145,17 +144,19 @@ def serve(directory, moment, held_up="pass"):
     ],
 )
 def test_server_whose_superlink_is_killed_exits(tmp_path, moment):
-    ended = serve(tmp_path, moment)
-    assert ended.returncode == TransportLost.exit_code == 69, ended.stderr
-    assert "SuperLink has ended: ERROR of Flower" in ended.stdout
+    code, told = serve(tmp_path, moment)
+    assert code == TransportLost.exit_code == 69, told
+    assert "SuperLink has ended: ERROR of Flower" in told
 
 
 def test_a_blocked_server_exits_too(tmp_path):
     """As by a thread that nobody ends, or a main thread that takes no notice of signals."""
-    stuck = "import threading; threading.Thread(target=threading.Event().wait).start()"
-    stuck += "; processes._LOST_SECONDS = 0.1"
-    ended = serve(tmp_path, ("pull_messages", "3"), stuck)
-    assert ended.returncode == TransportLost.exit_code
+
+    def stuck():
+        processes._LOST_SECONDS = 0.1
+        threading.Thread(target=threading.Event().wait).start()
+
+    assert serve(tmp_path, ("pull_messages", "3"), stuck)[0] == TransportLost.exit_code
 
 
 @pytest.fixture
