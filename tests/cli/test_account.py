@@ -121,14 +121,13 @@ def test_tradeoffs_as_printed(few_points, monkeypatch):
     assert "comparison only" in document["guarantee"]
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_tradeoffs_table_and_figure(few_points, tmp_path, suffix):
-    file = tmp_path / f"figure.{suffix}"
+def test_tradeoffs_table_and_figure(few_points, tmp_path):
+    file = tmp_path / "figure.png"
     text = run("tradeoffs", "--out", str(file))
     assert "add/remove one record" in text
     assert "violated" in text
     assert "RDP, proven" in text
-    assert file.read_bytes()[:4] in (b"\x89PNG", b"<?xm")
+    assert file.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

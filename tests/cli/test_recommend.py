@@ -70,7 +70,7 @@ def test_noise_for_the_sum_has_its_threshold():
     assert found["secure_aggregation"] == {"threshold": 8}
 
 
-@pytest.mark.parametrize("honest", range(1, 10))
+@pytest.mark.parametrize("honest", [1, 2, 9])
 def test_shared_noise_plan_runs_with_few_honest_sites(tmp_path, honest):
     out = tmp_path / "study.toml"
     asked = ("digits", "--epsilon", "1", "--trust", "sum", "--honest", str(honest))

@@ -31,7 +31,6 @@ KINDS = {
     },
     "heads": {"local": {"head": 10}},
     "own models": {"algorithm": "mr_mtl", "settings": {"proximal": 0.5}},
-    "scales": {"label": "out", "records": {"columns": RELEASED}},
     "scales under masks": {
         "label": "out",
         "records": {"columns": RELEASED},

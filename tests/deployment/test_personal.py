@@ -20,8 +20,8 @@ from fedpact.evaluation import personal
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Two λ are enough to see what is written."""
-    monkeypatch.setattr(personal, "WEIGHTS", (0.1, 0.01))
+    """One λ is enough to see what is written."""
+    monkeypatch.setattr(personal, "WEIGHTS", (0.01,))
 
 
 def files(directory):

@@ -119,13 +119,12 @@ def test_without_names_no_person_is_protected(of_persons):
         Site(directory)
 
 
-@pytest.mark.parametrize("unit", ["record", "person"])
-def test_tuning_keeps_a_persons_records_together(make, tmp_path, unit, monkeypatch):
-    """Deployed and simulated, whomever the plan protects; test_tuning has that they are kept so."""
+def test_tuning_keeps_a_persons_records_together(make, tmp_path, monkeypatch):
+    """Deployed and simulated, of a plan that protects records; test_tuning says how."""
     monkeypatch.setattr("fedpact.evaluation.personal.WEIGHTS", (1.0,))
     data = str(table(tmp_path / "visits.csv"))
     asked = {"data": data, "label": "sick", "person": "patient_id", "sites": 2, "rounds": 1}
-    asked |= {"privacy": {"unit": unit, "accountant": "rdp"}}
+    asked |= {"privacy": {"accountant": "rdp"}}
     home = make(tmp_path / "d", **asked) / "sites" / "site-00"
     plan, final = read_plan(home / "plan.json"), tmp_path / "model.safetensors"
     workshop = Federation.read(home / "federation.toml").workshop(plan, home)

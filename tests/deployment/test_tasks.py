@@ -43,7 +43,7 @@ def _asked(tmp_path, task, x=X, model=None, **arrays):
     named = {} if model is None else {"model": f"{__name__}:{model}"}
     if task["kind"] == "next_token":
         named["records"] = {"vocabulary": 9}
-    return {"data": str(tmp_path / "own.npz"), "rounds": 1, "task": task, **named}
+    return {"data": str(tmp_path / "own.npz"), "rounds": 1, "sites": 2, "task": task, **named}
 
 
 @pytest.mark.parametrize(
