@@ -10,11 +10,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 from tests.test_architecture import (
     import_cycles,
     own_imports,
@@ -22,6 +24,7 @@ from tests.test_architecture import (
     upward_imports,
     without_docstring,
 )
+from typer.testing import CliRunner
 
 import fedpact
 from fedpact import algorithms
@@ -29,7 +32,9 @@ from fedpact.common.configuration import check_kinds
 from fedpact.common.errors import FedpactError
 from fedpact.data.partition import PARTITION_KINDS, PartitionKind, PartitionSettings
 from fedpact.evaluation.metrics import METRICS, Metric, check_names
-from fedpact.per_sample.tracing import batch_table
+from fedpact.per_sample.tracing import batch_table, replacements
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork")  # what a process with threads is told
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
@@ -92,35 +97,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-RUN = """
-import gc, json, sys
-gc.disable()  # it ends soon
-from pathlib import Path
-import torch
-import fedpact
-from fedpact.cli.main import app
-from fedpact.common.randomness.seeded import SeededDraws
-from fedpact.common.losses import cross_entropy
-from fedpact.common.params import FlatModel
-from fedpact.per_sample.kernel import PerSampleKernel
-from fedpact.privacy.oracle import PrivateOracle, Records, Terms
-from fedpact.report.drawing import Chart
-from fedpact.report.comparison import document, render_comparison, comparison_table
-from fedpact.report.compared_runs import Comparison, read_compared
-from fedpact.privacy.accounting.accountant import Budget
-from typer.testing import CliRunner
-
-assert fedpact.__file__.startswith(sys.argv[1])
-# That there is a figure, and of what; to draw them all is a fifth of the time.
-Chart.svg = property(lambda chart: f"<svg>{chart.title}</svg>")
-
-
-def call(*arguments):
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
 class Sinc(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -130,47 +106,82 @@ class Sinc(torch.nn.Module):
         return torch.sinc(self.layer(x))
 
 
-run = Path("cmp/one/seed-0")
-settings = ("rounds=1", "sites=3", "algorithm=serverstep", "settings={}", "partition.kind=blocks",
-            "features.kind=pixels", "run.workers=1", "privacy.accountant=twice",
-            "privacy.mode=normalised")
-options = [word for text in settings for word in ("--set", text)]
-printed = call("run", *options, "--out", str(run))
-plan = json.loads((run / "plan.json").read_text())
-found = Comparison(Path("cmp"), read_compared(Path("cmp"), {"one": plan}, [0]))
-kernel = PerSampleKernel(FlatModel(Sinc()), cross_entropy)
-terms = Terms("a", 1.0, 1.0, 0.5, {"gradient": 0.0}, 1, Budget(1.0, 1e-5), "best", "normalised")
-held = Records(torch.full((1, 3), 1e-3), torch.zeros(1, dtype=torch.int64))
-oracle = PrivateOracle(held, kernel, terms, SeededDraws(0), lambda *_: None)
-length = float(next(oracle.batches(1, "gradient")).gradient(kernel.model.vector).norm())
-print(json.dumps({
-    "command": json.loads(call("sites", "--json")),
-    "help": call("--help"),
-    "printed": printed,
-    "summary": json.loads((run / "summary.json").read_text()),
-    "rounds": [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()],
-    "page": (run / "report.html").read_text(),
-    "partition": json.loads((run / "partition.json").read_text())["train"],
-    "report": json.loads(call("report", str(run), "--json")),
-    "account": json.loads(call("account", "--q", "0.1", "--sigma", "2", "--steps", "9", "--all",
-                               "--json")),
-    "privacy": json.loads((run / "privacy.json").read_text()),
-    "row": comparison_table(found).rows[0],
-    "comparison": document(found),
-    "compared": render_comparison(found),
-    "length": length,
-    "way": kernel.way(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)),
-}))
-"""
+def use(copy: Path) -> dict:
+    """Use all that was added, in a process whose package becomes the copy."""
+    replacements._library._destroy()  # torch would have its operators twice
+    for name in [name for name in sys.modules if name.split(".")[0] == "fedpact"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(copy))
+    os.environ["FEDPACT_CACHE"] = str(copy / "cache")
+    os.chdir(copy)
+    import fedpact
+    from fedpact.cli.main import app
+    from fedpact.common.losses import cross_entropy
+    from fedpact.common.params import FlatModel
+    from fedpact.common.randomness.seeded import SeededDraws
+    from fedpact.per_sample.kernel import PerSampleKernel
+    from fedpact.privacy.accounting.accountant import Budget
+    from fedpact.privacy.oracle import PrivateOracle, Records, Terms
+    from fedpact.report.compared_runs import Comparison, read_compared
+    from fedpact.report.comparison import comparison_table, document, render_comparison
+    from fedpact.report.drawing import Chart
+
+    assert fedpact.__file__.startswith(str(copy))
+    # That there is a figure, and of what; to draw them all is a fifth of the time.
+    Chart.svg = property(lambda chart: f"<svg>{chart.title}</svg>")
+
+    def call(*arguments):
+        done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    run = Path("cmp/one/seed-0")
+    settings = (
+        "rounds=1",
+        "sites=3",
+        "algorithm=serverstep",
+        "settings={}",
+        "partition.kind=blocks",
+        "features.kind=pixels",
+        "run.workers=1",
+        "privacy.accountant=twice",
+        "privacy.mode=normalised",
+    )
+    options = [word for text in settings for word in ("--set", text)]
+    printed = call("run", *options, "--out", str(run))
+    plan = json.loads((run / "plan.json").read_text())
+    found = Comparison(Path("cmp"), read_compared(Path("cmp"), {"one": plan}, [0]))
+    kernel = PerSampleKernel(FlatModel(Sinc()), cross_entropy)
+    terms = Terms("a", 1.0, 1.0, 0.5, {"gradient": 0.0}, 1, Budget(1.0, 1e-5), "best", "normalised")
+    held = Records(torch.full((1, 3), 1e-3), torch.zeros(1, dtype=torch.int64))
+    oracle = PrivateOracle(held, kernel, terms, SeededDraws(0), lambda *_: None)
+    length = float(next(oracle.batches(1, "gradient")).gradient(kernel.model.vector).norm())
+    return {
+        "command": json.loads(call("sites", "--json")),
+        "help": call("--help"),
+        "printed": printed,
+        "summary": json.loads((run / "summary.json").read_text()),
+        "rounds": [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()],
+        "page": (run / "report.html").read_text(),
+        "partition": json.loads((run / "partition.json").read_text())["train"],
+        "report": json.loads(call("report", str(run), "--json")),
+        "account": json.loads(
+            call("account", "--q", "0.1", "--sigma", "2", "--steps", "9", "--all", "--json")
+        ),
+        "privacy": json.loads((run / "privacy.json").read_text()),
+        "row": comparison_table(found).rows[0],
+        "comparison": document(found),
+        "compared": render_comparison(found),
+        "length": length,
+        "way": kernel.way(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)),
+    }
 
 
 @pytest.fixture(scope="module")
 def told(copy: Path) -> dict:
-    environment = {**os.environ, "PYTHONPATH": str(copy), "FEDPACT_CACHE": str(copy / "cache")}
-    command = [sys.executable, "-c", RUN, str(copy)]
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """In a fork, as to load torch takes a third of the time."""
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        return pool.submit(use, copy).result()
 
 
 def test_one_file_is_touched_by_each():

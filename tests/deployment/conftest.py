@@ -39,7 +39,8 @@ class Forked(get_context("fork").Process):
         super().__init__()
         self.work, self.log, self.arguments, self.environment = work, log, arguments, environment
         log.touch()
-        self.start()
+        with warnings.catch_warnings(action="ignore"):  # of a process that has threads
+            self.start()
 
     def run(self) -> None:
         os.setsid()

@@ -16,7 +16,7 @@ from fedpact.common.messages import Refusal, Task, from_bytes, to_bytes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.site import Site, answer
 
-ROUNDS = 6  # of which the plan's reservation has five
+ROUNDS = 3  # of which the plan's reservation has two
 
 
 def form(message):
@@ -111,7 +111,8 @@ def test_outgoing_message_form_is_independent_of_records(make, tmp_path, algorit
     mode = {"mode": "batch_clipped"} if algorithm == "ldp_fedsgd" else {}
     privacy = {"accountant": "rdp", **mode}
     settings = {} if algorithm == "ldp_fedsgd" else {"local_steps": 2}
-    plan = {"algorithm": algorithm, "privacy": privacy, "settings": settings, **EQUAL_LENGTHS}
+    plan = {"algorithm": algorithm, "privacy": privacy, "settings": settings, "rounds": 2}
+    plan |= EQUAL_LENGTHS
     site_dir = make(tmp_path / "d", **plan) / "sites" / "site-00"
     x, y = images(site_dir)
     # An owner who wants no record to decide whether the site opens.
@@ -142,7 +143,7 @@ def word_sites(make, tmp_path_factory, of_users):
     rng = np.random.default_rng(0)
     np.savez(where / "t.npz", x=rng.integers(0, 50, (60, 6)), y=rng.integers(0, 2, 60))
     plan = {"data": str(where / "t.npz"), "model": "words:bag", "sites": 2, "sampling_rate": 0.5}
-    return make(where / "d", settings={"local_steps": 1}, **plan, **EQUAL_LENGTHS)
+    return make(where / "d", settings={"local_steps": 1}, rounds=2, **plan, **EQUAL_LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_a_csv_of_wrong_lines_leaves_no_trace(make, tmp_path):
     ]
     table = tmp_path / "t.csv"
     table.write_text("\n".join(["p,q,out", *rows]) + "\n")
-    plan = {"data": str(table), "label": "out", "sites": 2}
+    plan = {"data": str(table), "label": "out", "sites": 2, "rounds": 2}
     choices = {"records": False}
     site_dir = make(tmp_path / "d", choices, **plan) / "sites" / "site-00"
     settings = (site_dir / "site.toml").read_text().replace("/path/to/records.csv", str(table))
