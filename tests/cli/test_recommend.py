@@ -55,14 +55,6 @@ def test_the_file_is_a_plan_that_keeps_the_budget(tmp_path):
     assert found["configuration"] == tomllib.loads(file.read_text())
 
 
-def test_it_runs_and_is_better_than_chance_by_far(tmp_path):
-    file = tmp_path / "digits.toml"
-    cli("recommend", "digits", "--epsilon", "8", "--rounds", "20", "--out", str(file))
-    cli("run", str(file), "--out", str(tmp_path / "run"), "--set", "run.evaluate_every=1000")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["accuracy"] > 0.8
-
-
 def test_noise_for_the_sum_has_its_threshold():
     asked = ("recommend", "digits", "--epsilon", "1", "--trust", "sum", "--honest", "7")
     found = document(*asked)["configuration"]
@@ -208,13 +200,12 @@ def test_columns_that_nothing_is_declared_of_are_named(tmp_path, caplog):
     assert 'scale = "range"' in caplog.text
 
 
-@pytest.mark.parametrize("shape", [(2, 30), (6, 5, 2), (3, 2, 2, 5)])
-def test_memory_layout_of_arrays_changes_nothing(tmp_path, shape):
+def test_memory_layout_of_arrays_changes_nothing(tmp_path):
     """Logistic regression reads sixty numbers, whatever their axes: the same step and clip."""
     draw = np.random.default_rng(0)
     x, y = draw.uniform(-1, 1, (400, 60)).astype(np.float32), draw.integers(0, 3, 400)
     found = []
-    for name, records in (("flat", x), ("arranged", x.reshape(400, *shape))):
+    for name, records in (("flat", x), ("arranged", x.reshape(400, 6, 5, 2))):
         np.savez(tmp_path / f"{name}.npz", x=records, y=y)
         one = document("recommend", str(tmp_path / f"{name}.npz"), "--epsilon", "2")
         assert "-1 .. 1" in one["reasons"]["privacy.clip"]
@@ -224,10 +215,9 @@ def test_memory_layout_of_arrays_changes_nothing(tmp_path, shape):
     assert found[1]["privacy"]["clip"] == pytest.approx(0.2 * math.sqrt(20), rel=0.1)
 
 
-@pytest.mark.parametrize("shape", [(60,), (2, 30)])
-def test_larger_values_get_a_longer_clip_and_shorter_step(tmp_path, shape):
+def test_larger_values_get_a_longer_clip_and_shorter_step(tmp_path):
     draw = np.random.default_rng(0)
-    x, y = draw.uniform(-1, 1, (400, *shape)).astype(np.float32), draw.integers(0, 3, 400)
+    x, y = draw.uniform(-1, 1, (400, 2, 30)).astype(np.float32), draw.integers(0, 3, 400)
     np.savez(tmp_path / "x.npz", x=x, y=y)
     found = []
     for far, scale in ((1, "none"), (10, "none"), (10, "range")):
@@ -534,10 +524,9 @@ def noise_of(tmp_path):
     return [site["sigma_joint"] for site in sites]
 
 
-@pytest.mark.parametrize("released", [False, True], ids=["declared", "released"])
-def test_unequal_budgets_get_the_step_of_their_joint_noise(tmp_path, released):
-    scale = "released" if released else "range"
-    columns = f'[records.columns.age]\nrange = [0, 120]\nscale = "{scale}"\n'
+def test_unequal_budgets_get_the_step_of_their_joint_noise(tmp_path):
+    """Of what is left of them, where columns' scales are released."""
+    columns = '[records.columns.age]\nrange = [0, 120]\nscale = "released"\n'
     asked = table(tmp_path, f'person = "who"\n{columns}')
     asked = (*asked, "--epsilon", "0.5,1,2,8", "--delta", "1e-5,1e-5,1e-5,1e-6")
     found = document("recommend", *asked, "--out", str(tmp_path / "study.toml"))
@@ -649,13 +638,12 @@ def test_one_sites_file_suffices_with_a_declared_count(tmp_path):
 def test_a_budget_is_shown_with_its_owner(tmp_path):
     """Names are in the order of text: 10 is before 2."""
     file, columns = tmp_path / "t.csv", tmp_path / "columns.toml"
-    rows = ["age,hospital,ill", *(f"{20 + i % 60},{1 + i % 11},{i % 2}" for i in range(440))]
+    rows = ["age,hospital,ill", *(f"{20 + i % 60},{(1, 2, 10)[i % 3]},{i % 2}" for i in range(120))]
     file.write_text("\n".join(rows))
     columns.write_text('[records.columns.age]\nrange = [0, 120]\nscale = "range"\n')
     asked = ("recommend", str(file), "--label", "ill", "--site", "hospital", "--columns")
-    given = ",".join(map(str, range(1, 12)))
-    found = document(*asked, str(columns), "--epsilon", given)
-    assert found["reasons"]["privacy.epsilon"].startswith("1 1, 10 2, 11 3, 2 4, ")
+    found = document(*asked, str(columns), "--epsilon", "1,2,3")
+    assert found["reasons"]["privacy.epsilon"] == "1 1, 10 2, 2 3"
 
 
 def test_classes_found_are_shown_written_and_shown_again(tmp_path, caplog):

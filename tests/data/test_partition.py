@@ -107,14 +107,14 @@ def test_held_out_does_not_move_a_record_to_another_site(choice):
 
 def test_held_out_records_are_a_fair_sample():
     # A fair draw holds out each of a site's 10 records with probability 0.3. The 10 counts over
-    # 2,000 seeds are negatively correlated (3 of 10 each time), so that Pearson's sum over
+    # 500 seeds are negatively correlated (3 of 10 each time), so that Pearson's sum over
     # 0.7 * 10/9 is chi-square with 9 degrees of freedom. Error rate 1e-6.
     data, hits = records([10], ["a"] * 10), np.zeros(10)
-    for seed in range(2000):
+    for seed in range(500):
         chosen = PartitionSettings(kind="natural", held_out=0.3)
         hits[make_partition(data, chosen, 1, seed).held_out["a"]] += 1
-    chi_square = ((hits - 600) ** 2 / 600).sum() / (0.7 * 10 / 9)
-    assert hits.sum() == 6000
+    chi_square = ((hits - 150) ** 2 / 150).sum() / (0.7 * 10 / 9)
+    assert hits.sum() == 1500
     assert stats.chi2.sf(chi_square, 9) > 1e-6
 
 
@@ -236,12 +236,6 @@ def test_a_partition_of_other_records_is_refused(tmp_path):
 def test_settings_that_make_no_sense_are_refused(given, message):
     with pytest.raises(ValidationError, match=message):
         PartitionSettings(**given)
-
-
-@pytest.mark.parametrize("choice", EVERY_KIND, ids=str)
-def test_settings_survive_a_dump(choice):
-    chosen = PartitionSettings(**choice)
-    assert PartitionSettings(**chosen.model_dump()) == chosen
 
 
 @pytest.mark.parametrize(
