@@ -132,6 +132,28 @@ def identity():
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 
+@pytest.fixture(scope="module")
+def ended(make, tmp_path_factory):
+    """ended(choices, **plan) -> grid.Run that is over, one for all who ask alike and only look."""
+    found = {}
+
+    def new(choices=None, **plan):
+        key = repr((choices, plan))
+        if key not in found:
+            run = found[key] = Run(make(tmp_path_factory.mktemp("ended") / "d", choices, **plan))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(transport, "_NODES_SECONDS", 0.0)
+                for module in (transport, requests):
+                    patch.setattr(module, "time", Clock())
+                run()
+        return found[key]
+
+    yield new
+    for run in found.values():
+        for node in run.nodes:
+            node.site.close()
+
+
 @pytest.fixture
 def federate(make, tmp_path, in_memory):
     """federate(choices, name, **plan) -> grid.Run, whose ledgers are closed in the end."""

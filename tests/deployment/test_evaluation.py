@@ -34,10 +34,8 @@ PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "
 
 
 @pytest.fixture
-def ran(federate):
-    run = federate(TEST_SEEDS, **PLAN)
-    run()
-    return run
+def ran(ended):
+    return ended(TEST_SEEDS, **PLAN)
 
 
 def own(directory):

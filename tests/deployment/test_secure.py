@@ -7,14 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
 from scipy import stats
 from tests.deployment.grid import (
     FLOATS,
     NAMES,
-    Clock,
-    Run,
     bound_on_spent,
     charged,
     forget,
@@ -26,8 +23,7 @@ from fedpact.common.errors import DataError, PlanError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import Folder
-from fedpact.deployment.flower import flower_records, requests
-from fedpact.deployment.flower import transport as flower_transport
+from fedpact.deployment.flower import flower_records
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store, StoreSlot
@@ -114,34 +110,14 @@ def slow(node, number):
     return loses(node, "masked", number)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(make, tmp_path_factory):
-    """A run and the same one without secure aggregation, by the same draws, and all that is sent.
-
-    {name: run}; run.sent: (node, answer) of each.
-    """
-    found = {}
-    for name, threshold in (("secure", 2), ("plain", 0)):
-        directory = make(
-            tmp_path_factory.mktemp("undisturbed") / name,
-            {"patience": PATIENCE, "seeds": "test"},
-            **{"rounds": 2, "secure_aggregation": {"threshold": threshold}, **FLOATS},
-        )
-        run = found[name] = Run(directory)
-        run.sent = []
-        for node in run.nodes:
-            node.behave = lambda _, answer, node=node, run=run: (
-                run.sent.append((node, answer())) or run.sent[-1][1]
-            )
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (flower_transport, requests):
-                patch.setattr(module, "time", Clock())
-            TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-            run()
-    yield found
-    for run in found.values():
-        for node in run.nodes:
-            node.site.close()
+@pytest.fixture
+def undisturbed(ended):
+    """{name: a run}: one, and the same without secure aggregation, by the same draws."""
+    choices = {"patience": PATIENCE, "seeds": "test"}
+    return {
+        name: ended(choices, rounds=2, secure_aggregation={"threshold": threshold}, **FLOATS)
+        for name, threshold in (("secure", 2), ("plain", 0))
+    }
 
 
 def test_it_charges_the_same_as_the_run_without_it(undisturbed):
@@ -234,10 +210,9 @@ def test_neutral_settings_give_the_run_without_it(undisturbed):
 def test_no_message_to_the_server_shows_a_sites_vector(undisturbed):
     """Each site's own reply, as it lies on its disk, is in none of its answers; masked words are
     spread over all of 64 bits, while 99 % of the plain ones are below 2^50."""
-    sent = undisturbed["secure"].sent
+    sent = [(node, block) for node in undisturbed["secure"].nodes for block in node.said]
     assert len(sent) == 3 * (len(AHEAD) + 2 * len(SUM))
-    for node, message in sent:
-        block = flower_records.from_record(message.content)[0]
+    for node, block in sent:
         given = from_bytes(block)
         assert isinstance(given, Step)
         w = _stored(node.site).vectors["w"]
@@ -692,10 +667,9 @@ def test_a_bad_masked_reply_is_a_drop_out(federation):
 def test_bytes_are_those_that_went_over_the_wire(undisturbed):
     run = undisturbed["secure"]
     up, down = {1: 0, 2: 0}, {1: 0, 2: 0}
-    for _, message in run.sent:
-        block = flower_records.from_record(message.content)[0]
-        up[from_bytes(block).round] += len(block)
     for node in run.nodes:
+        for block in node.said:
+            up[from_bytes(block).round] += len(block)
         for block in node.heard:
             down[from_bytes(block).round] += len(block)
     assert {r.round: r.bytes_up for r in run.records[1:]} == up
