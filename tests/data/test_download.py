@@ -52,12 +52,6 @@ def test_download_fetches_only_missing_or_damaged_files(server, small_mnist, cac
     assert {p.name: p.read_bytes() for p in here.iterdir()} == small_mnist
 
 
-def test_download_from_a_folder(tmp_path, small_mnist, cache):
-    put(tmp_path / "home", small_mnist)
-    download("mnist", (tmp_path / "home").as_uri())
-    assert {p.name: p.read_bytes() for p in (cache / "data" / "mnist").iterdir()} == small_mnist
-
-
 def test_a_download_that_is_not_the_published_file_is_not_kept(server, small_mnist, cache):
     url, folder = server
     put(folder, {**small_mnist, "train-images.gz": b"<html>moved</html>"})

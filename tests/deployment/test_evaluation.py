@@ -21,6 +21,7 @@ from fedpact.deployment.site_evaluation import _examiner_key
 from fedpact.deployment.site_records import own_records
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT, SampledGaussian, epsilon
+from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import CompanionReservation
 from fedpact.report.page import build_headline, write_page
@@ -52,6 +53,9 @@ def test_evaluation_runs_when_due_and_last_and_is_charged(ran):
         mine = next(run for name, run in runs.items() if name.endswith("/evaluation"))
         assert [(e["q"], e["reserved"], e["spent"]) for e in mine["events"]] == [(1.0, 2, 2)]
         assert mine["epsilon_spent"] <= mine["epsilon_reserved"] == 4.0
+        promised = read_entries(ran.directory / "sites" / site / "ledger.jsonl")
+        beside = [CompanionReservation(e["beside"], e["split"]) for e in promised if "beside" in e]
+        assert [each.beside for each in beside] == [ran.nodes[0].site.run]
         event = SampledGaussian(1.0, mine["events"][0]["sigma"])
         assert found["epsilon_spent"][site] == pytest.approx(epsilon({event: 2}, 1e-5, "rdp"))
 
@@ -210,9 +214,13 @@ def test_a_question_of_another_form_is_refused_without_a_charge(evaluated, wrong
         assert spent(site) == 0
 
 
-def test_a_site_that_holds_nothing_out_answers_no_such_question(site_dir):
+def test_a_site_that_holds_nothing_out_answers_no_such_question(site_dir, capsys):
     with Site(site_dir) as site:
         assert from_bytes(site.handle(ask(site))).code == "task"
+    assert stored(site_dir, "figures") is None
+    command.status(site_dir, as_json=False)
+    assert inspect_deployment(site_dir)["own_figures"] is None
+    assert "Exact figures" not in capsys.readouterr().out
 
 
 def test_an_owner_who_has_not_declared_it_releases_none(evaluated):
@@ -290,6 +298,11 @@ def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
     assert [*figures["rounds"]] == ["0", "1", "2", "3"]
     command.status(site, as_json=False)
     told = capsys.readouterr().out
+    # Training reserved less than the 4 of evaluations.
+    row = next(line for line in told.splitlines() if "site-01" in line)
+    assert [cell.strip() for cell in row.split("│")][4] == "4"
+    assert f"adjacency: {ADJACENCY_BY_UNIT['record']}" in told
+    assert "a held-out record at most (4, 1e-05)" in told
     assert "for its owner only" in told
     for sums in figures["rounds"].values():
         hits = np.array(sums["hits"]).reshape(10, 2)
@@ -300,28 +313,6 @@ def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
         is inspect_deployment(ran.directory)["own_figures"]
         is None
     )
-
-
-def test_a_site_that_holds_nothing_out_has_its_ledgers_status(federate, capsys):
-    run = federate(None, rounds=2)
-    run()
-    site = run.nodes[0].directory
-    assert stored(site, "figures") is None
-    command.status(site, as_json=False)
-    assert inspect_deployment(site)["own_figures"] is None
-    told = capsys.readouterr().out
-    assert run.nodes[0].site.name in told
-    assert "Exact figures" not in told
-
-
-def test_status_has_what_evaluations_cost_and_the_adjacency(ran, capsys):
-    command.status(ran.directory / "sites" / "site-01", as_json=False)
-    told = capsys.readouterr().out
-    # Training reserved less than the 4 of evaluations.
-    row = next(line for line in told.splitlines() if "site-01" in line)
-    assert [cell.strip() for cell in row.split("│")][4] == "4"
-    assert f"adjacency: {ADJACENCY_BY_UNIT['record']}" in told
-    assert "a held-out record at most (4, 1e-05)" in told
 
 
 def test_a_false_reply_is_rejected_and_others_are_evaluated(federate):
@@ -368,10 +359,3 @@ def test_init_says_what_to_declare(tmp_path, capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "declare [evaluation] share = 0.2" in told
     assert "with releases = [] they release nothing" in told
-
-
-def test_an_evaluation_reservation_names_its_run(ran):
-    entries = (ran.directory / "sites" / "site-00" / "ledger.jsonl").read_text().splitlines()
-    promised = [json.loads(line) for line in entries]
-    beside = [CompanionReservation(e["beside"], e["split"]) for e in promised if "beside" in e]
-    assert [each.beside for each in beside] == [ran.nodes[0].site.run]
