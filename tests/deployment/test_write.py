@@ -6,7 +6,6 @@ import math
 import os
 import re
 import stat
-import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -14,6 +13,7 @@ from dataclasses import replace
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from tests.deployment.conftest import Forked
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
@@ -313,29 +313,33 @@ def test_the_server_shows_what_each_site_has_spent(deployment):
         assert f"{epsilon:g}" in line
 
 
-WITHOUT_FLOWER = """
-import sys
 class Nowhere:
     def find_spec(self, name, path=None, target=None):
         if name == "flwr" or name.startswith("flwr."):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Nowhere())
-from importlib.util import find_spec
-import fedpact.simulation.flower
-fedpact.simulation.flower.find_spec = lambda name: None
-sys.argv = ["fedpact", "deploy", "init", sys.argv[1]]
-from fedpact.cli.main import main
-main()
-"""
+
+
+def start_without_flower():
+    """As where it is not installed: whoever may have loaded it is loaded anew."""
+    loads_it = "flwr", "fedpact.cli", "fedpact.deployment", "fedpact.simulation.flower"
+    for name in [name for name in sys.modules if name.startswith(loads_it)]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Nowhere())
+    import fedpact.simulation.flower
+    from fedpact.cli.main import main
+
+    fedpact.simulation.flower.find_spec = lambda _: None
+    main()
 
 
 def test_everything_else_works_without_flower(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_FLOWER, str(tmp_path / "d")], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("fedpact: a deployment needs Flower")
-    assert "pip install 'fedpact[deploy]'" in done.stderr
+    arguments = "deploy", "init", str(tmp_path / "d")
+    done = Forked(start_without_flower, tmp_path / "out.txt", *arguments)
+    done.wait()
+    told = done.log.read_text()
+    assert done.poll() == 2
+    assert told.startswith("fedpact: a deployment needs Flower")
+    assert "pip install 'fedpact[deploy]'" in told
 
 
 def test_block_survives_the_codec_and_other_data_is_refused(monkeypatch):

@@ -61,9 +61,10 @@ def made(count, shape=SHAPE, seed=5):
 
 @pytest.fixture(scope="module", autouse=True)
 def whitened_by_few(tmp_path_factory):
-    """By a tenth of the made images, which take most of the time; cached for this file alone."""
+    """By a tenth of the made images, and a quarter for filters: they take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extract, "MADE", MADE // 10)
+        patch.setattr(kinds, "MADE", MADE // 4)
         patch.setenv("FEDPACT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
@@ -110,7 +111,7 @@ def test_no_records_have_no_features(small):
 
 def test_features_follow_from_the_plans_seed_or_their_own(tmp_path):
     def of(plans, **changes):
-        chosen = FeatureSettings(**{**SMALL["patches"], **changes})
+        chosen = FeatureSettings(**{**SMALL["patches"], "whiten": False, **changes})
         return Extractor(chosen, SHAPE, plans, tmp_path)(made(3)).x
 
     assert torch.equal(of(1), of(1))
@@ -133,7 +134,7 @@ def test_mirrored_images_have_the_same_features(tmp_path, kind):
 
 
 @pytest.mark.parametrize("width", [11, 12])
-@pytest.mark.parametrize("cells", [1, 2, 3, 4])
+@pytest.mark.parametrize("cells", [1, 2, 3])
 def test_patch_filters_have_mirrored_twins(width, cells):
     """What the twins of the first filters are is seen in the bank: mirrored, and in the maps."""
     chosen = FeatureSettings(kind="patches", filters=24, size=4, cells=cells)
@@ -148,7 +149,8 @@ def test_patch_filters_have_mirrored_twins(width, cells):
 
 
 def test_brightness_and_contrast_of_a_record_change_nothing(tmp_path):
-    of = Extractor(FeatureSettings(kind="scattering", cells=2), SHAPE, 0, tmp_path)
+    chosen = FeatureSettings(kind="scattering", cells=2, whiten=False)
+    of = Extractor(chosen, SHAPE, 0, tmp_path)
     x = made(4)
     assert torch.allclose(of(x).x.float(), of(3 * x - 40).x.float(), atol=2e-3)
 
@@ -160,7 +162,7 @@ def test_whitened_features_are_uncorrelated_where_they_vary(tmp_path):
         FeatureSettings(kind="scattering", cells=2), SHAPE, 3, tmp_path
     )._whitening
     found = torch.cat(
-        [raw._mapped(x) for x in dead_leaves(MADE, SHAPE, 3, 0, MADE // 10).split(64)]
+        [raw._mapped(x) for x in dead_leaves(kinds.MADE, SHAPE, 3, 0, MADE // 10).split(64)]
     ).double()
     assert torch.allclose(found.mean(0), mean.double(), atol=1e-6)
     covariance = torch.cov((found - mean).T, correction=0)
@@ -246,6 +248,7 @@ def test_large_images_are_made_in_parts_that_fit_into_memory(monkeypatch):
         return torch.zeros(stop - start, 1)
 
     monkeypatch.setattr(kinds, "dead_leaves", noted)
+    monkeypatch.setattr(kinds, "MADE", MADE)
     assert sum(len(part) for part in generate_images(MADE, shape, 1)) == sum(parts) == MADE
     assert all(size % 8 == 0 and size * math.prod(shape) <= 2**24 for size in parts)
 
@@ -253,11 +256,11 @@ def test_large_images_are_made_in_parts_that_fit_into_memory(monkeypatch):
 def test_made_images_in_parts_are_the_same_images():
     """Each is drawn from the same numbers, whoever is made beside it."""
     shape = (3, 7, 9)
-    whole = dead_leaves.__wrapped__(MADE, shape, 1, 0, MADE)
-    for start, stop in ((0, 8), (8, 9), (1003, 1500), (3999, MADE)):
-        part = dead_leaves.__wrapped__(MADE, shape, 1, start, stop)
+    whole = dead_leaves.__wrapped__(1000, shape, 1, 0, 1000)
+    for start, stop in ((0, 8), (8, 9), (503, 700), (999, 1000)):
+        part = dead_leaves.__wrapped__(1000, shape, 1, start, stop)
         assert torch.equal(part, whole[start:stop])
-    assert torch.equal(torch.cat(list(generate_images(1000, shape, 1))), whole[:1000])
+    assert torch.equal(torch.cat(list(generate_images(500, shape, 1))), whole[:500])
 
 
 # ---------------------------------------------------------------- what is refused
@@ -518,11 +521,6 @@ def test_how_long_a_modules_answers_are_does_not_matter(tmp_path):
         assert of("times_1", x * by).x[x.flatten(1).sum(1) > 0].float().norm(dim=1).min() > 0.99
 
 
-def test_plain_run_needs_no_statement_on_backbone_training():
-    plan = Plan.parse({"features": {"kind": f"{OWN}:linear"}, "privacy": {"mode": "none"}})
-    assert not plan.private
-
-
 def test_words_are_no_images(tmp_path):
     data = from_arrays([[[1, 2], [3, 4]]] * 4, [0, 1, 0, 1])
     with pytest.raises(ModelError, match="words"):
@@ -638,14 +636,6 @@ def test_a_run_trains_on_features_and_says_so(tmp_path, monkeypatch):
     again = simulate(Plan.parse(DIGITS), tmp_path / "again")
     for one, other in zip(result.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_resuming_with_other_features_is_refused(tmp_path):
-    data = from_arrays(made(60, (8, 8)), [0, 1] * 30)
-    simulate(Plan.parse({**DIGITS, "rounds": 1}), tmp_path, data=data)
-    other = {"kind": "scattering", "cells": 1}
-    with pytest.raises(PlanError, match="another configuration"):
-        simulate(Plan.parse({**DIGITS, "rounds": 1, "features": other}), tmp_path, data=data)
 
 
 def test_an_audit_attacks_the_model_of_the_features():
