@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,9 +30,24 @@ smallest_sigma = 0.5
 """
 
 
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """Two runs on the same ledgers; `twice` has a copy."""
+    home = tmp_path_factory.mktemp("twice")
+    run = runner(home)
+    run("one", 1)
+    run("two", 2)
+    return home
+
+
 @pytest.fixture
-def twice(tmp_path):
-    (tmp_path / "policy.toml").write_text(POLICY)
+def twice(two_runs, tmp_path):
+    shutil.copytree(two_runs, tmp_path, dirs_exist_ok=True)
+    return runner(tmp_path)
+
+
+def runner(home):
+    (home / "policy.toml").write_text(POLICY)
 
     def run(name, seed, epsilon=1.0, **how):
         plan = Plan.parse(
@@ -40,14 +56,12 @@ def twice(tmp_path):
                 "sites": 2,
                 "seed": seed,
                 "privacy": {"epsilon": epsilon},
-                "policy": str(tmp_path / "policy.toml"),
-                "run": {"ledgers": str(tmp_path / "kept"), "workers": 1, "evaluate_every": 3},
+                "policy": str(home / "policy.toml"),
+                "run": {"ledgers": str(home / "kept"), "workers": 1, "evaluate_every": 3},
             }
         )
-        return simulate(plan, tmp_path / name, **how)
+        return simulate(plan, home / name, **how)
 
-    run("one", 1)
-    run("two", 2)
     return run
 
 

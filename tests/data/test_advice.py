@@ -74,7 +74,12 @@ def test_a_nan_record_hides_no_fault(tmp_path, caplog, shape, value):
 
 @pytest.mark.parametrize("kind", ["scattering", "patches"])
 def test_features_that_do_not_depend_on_the_scale_need_none(tmp_path, caplog, kind):
-    made = {"kind": kind, "seed": 0, **({"filters": 8} if kind == "patches" else {})}
+    made = {
+        "kind": kind,
+        "seed": 0,
+        "whiten": False,
+        **({"filters": 8} if kind == "patches" else {}),
+    }
     plan = plan_of(pixels(tmp_path / "x.npz"), model="logistic", features=made)
     small = plan_of(str(tmp_path / "y.npz"), model="logistic", features=made)
     with np.load(tmp_path / "x.npz") as stored:
