@@ -595,14 +595,12 @@ class Disk:
         return operation
 
 
-def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypatch):
+# One charges twice in a round, the other remembers something.
+@pytest.mark.parametrize("algorithm", ["fedproxvr", "scaffold"])
+def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypatch, algorithm):
     """It fails at each of a round's operations in turn and stays so; the site is asked again and
-    again, and started again by what looks after it; then the disk is mended.
-
-    The site charges twice in a round, and remembers what was not sent.
-    """
-    plan = {"algorithm": "fedproxvr", "compression": {"kind": "topk"}, "rounds": 9}
-    home = make(tmp_path / "d", settings={"local_steps": 1}, **plan) / "sites" / "site-00"
+    again, and started again by what looks after it; then the disk is mended."""
+    home = make(tmp_path / "d", algorithm=algorithm, rounds=9, settings={}) / "sites" / "site-00"
     with Site(home) as site:
         rounds(site, 1, [])
     each, disk = charged(home), Disk(monkeypatch)
