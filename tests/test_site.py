@@ -1,5 +1,6 @@
 """The documentation's site is built strictly, without a network, and asks for nothing outside."""
 
+import fcntl
 import json
 import math
 import os
@@ -28,16 +29,22 @@ IN_STYLES = re.compile(r"(?:url\(|@import )[\"']?((?:https?:)?//[^\"')]*)")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("site")
+    """Built once for all processes of a run of the suite."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    out = shared / "site"
     away = dict.fromkeys(("http_proxy", "https_proxy", "HTTPS_PROXY", "ALL_PROXY"), NOWHERE)
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **away, "NO_MKDOCS_2_WARNING": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            done = subprocess.run(
+                [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                env={**os.environ, **away, "NO_MKDOCS_2_WARNING": "1"},
+            )
+            assert done.returncode == 0, done.stderr
     return out
 
 
