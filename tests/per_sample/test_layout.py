@@ -344,6 +344,22 @@ def test_an_operation_on_filled_rows_is_the_same(op, start, shapes):
     assert all(torch.allclose(a, b, rtol=1e-13) for a, b in zip(*pairs, strict=True))
 
 
+NOT_ROWS = [F.glu]
+
+
+@pytest.mark.parametrize("function", NOT_ROWS)
+def test_what_takes_no_rows_is_computed_as_it_is(reference, function):
+    """Where another number of columns, or a zero behind them, would be another result."""
+    module = reference.Apply(lambda m, x: function(m.first(x)), first=nn.Linear(6, 6)).double()
+    x, y = torch.randn(5, 6).double(), torch.arange(5) % 3
+    rows = reference.per_sample_loop(module, cross_entropy, x, y)
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    assert kernel.way(x, y) == "graph"
+    for one in (Placement(length=8), scattered(kernel, x, y, 5)):
+        found = kernel.clipped_sum(x, y, C, layout=one)
+        assert reference.error(found, reference.clipped(rows, C)) < 1e-12
+
+
 class Spectrum(nn.Module):
     def forward(self, x):
         return torch.fft.rfft(x).abs()

@@ -86,7 +86,8 @@ def row_of(node: Node, states: dict[Node, State]) -> int | None:
     moves = node.op != "call_function" or kind_of(node) in _MOVES
     if moves or draws(node) or not isinstance(own, Where):
         return None
-    dims = {argument.name: value for argument, value in by_argument(node)}.get("dim")
+    unsaid = -1 if kind_of(node) == "glu" else None
+    dims = {argument.name: value for argument, value in by_argument(node)}.get("dim", unsaid)
     if dims is None:
         return own.dim if _rounds(node) or _repeats(node, states) else None
     (x, *others), where = node.all_input_nodes, states[node.all_input_nodes[0]]
