@@ -83,7 +83,7 @@ def row_of(node: Node, states: dict[Node, State]) -> int | None:
     It is the batch's, of elementwise operations and of those along dimensions in front of it.
     """
     own = states[node]
-    moves = node.op != "call_function" or kind_of(node) in _MOVES
+    moves = node.op != "call_function" or kind_of(node) in _MOVES | _REPEATS
     if moves or draws(node) or not isinstance(own, Where):
         return None
     unsaid = -1 if kind_of(node) == "glu" else None
