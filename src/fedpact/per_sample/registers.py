@@ -121,6 +121,8 @@ def _repeats(node: Node, states: dict[Node, State]) -> bool:
     own = states.get(node)
     if not isinstance(own, Where) or not (_is_pointwise(node) or kind_of(node) in _REPEATS):
         return False
+    if not _has_gradient(node):
+        return False  # and zeros that fill up whole numbers might be divisors
     inputs = ((n, states.get(n)) for n in node.all_input_nodes)
     each = [shape_of(n)[: s.dim] for n, s in inputs if isinstance(s, Where)]
     front = shape_of(node)[: own.dim]
@@ -131,15 +133,21 @@ def _is_pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
+def _has_gradient(node: Node) -> bool:
+    """Whether an operation's result is no whole number and no choice."""
+    found = node.meta.get("val")
+    return not isinstance(found, Tensor) or found.is_floating_point() or found.is_complex()
+
+
 def _rounds(node: Node) -> bool:
     """Whether an elementwise operation's result may depend on the code that computes it."""
     if not _is_pointwise(node):
         return kind_of(node) in _UNTAGGED
     # With a factor, a sum may be rounded once or twice; the length of a complex number is none.
-    found, *given = (n.meta.get("val") for n in (node, *node.all_input_nodes))
-    if isinstance(found, Tensor) and not (found.is_floating_point() or found.is_complex()):
+    if not _has_gradient(node):
         return False
-    if any(isinstance(v, Tensor) and v.is_complex() for v in (found, *given)):
+    values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+    if any(isinstance(v, Tensor) and v.is_complex() for v in values):
         return True
     return bool(node.kwargs.get("alpha", 1) != 1) or kind_of(node) not in _EXACT
 
