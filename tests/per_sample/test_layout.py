@@ -242,10 +242,14 @@ def assert_slots_are_alike(module, width, classes, loss, expected):
     passes = PerSampleKernel(FlatModel(module), loss)._passes
     form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
     length = passes.length(*form, expected, traced=True)
-    x, y = torch.randn(length, width), torch.randint(classes, (length,))
+    assert_alike(passes, torch.randn(length, width), torch.randint(classes, (length,)))
+
+
+def assert_alike(passes, x, y):
+    """Records x, y have the same bits in every slot of a pass."""
     with torch.no_grad():
         base = [v.clone() for v in passes.gradients(x, y).factors()]
-        for shift in range(1, length):
+        for shift in range(1, len(x)):
             found = passes.gradients(x.roll(shift, 0), y.roll(shift, 0)).factors()
             pairs = zip(base, found, strict=True)
             assert all(torch.equal(a.roll(shift, 0), b) for a, b in pairs)
@@ -306,6 +310,26 @@ ODD = [
     (lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)), 8, binary),
     (lambda: nn.Sequential(nn.Linear(4, 9), Spectrum(), nn.Linear(5, 2)), 4, cross_entropy),
 ]
+
+
+class Turned(nn.Module):
+    """Time first in the middle alone: a layer's gradient lies in memory as it does there."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(15, 2)
+
+    def forward(self, x):
+        h = self.layer(x.unflatten(1, (5, 3)))
+        return self.head(torch.tanh(h.movedim(0, -2)).movedim(-2, 0).flatten(1))
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(3, 3), lambda: nn.LayerNorm(3)])
+def test_no_slot_differs_where_a_gradient_lies_otherwise(layer):
+    torch.manual_seed(0)
+    passes = PerSampleKernel(FlatModel(Turned(layer())), cross_entropy)._passes
+    for length in (24, 40):
+        assert_alike(passes, torch.randn(length, 15), torch.randint(2, (length,)))
 
 
 @pytest.mark.parametrize(("module", "width", "loss"), ODD)

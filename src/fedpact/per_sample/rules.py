@@ -85,12 +85,8 @@ class Call:
         return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
     def alone(self, g: Tensor) -> Tensor:
-        """A gradient of the only result per record, to sum: in memory of its own.
-
-        Sums over columns that hold all records' numbers would add the last ones by other code.
-        """
-        found = self.apart(g, self.out[0])
-        return found if self.out[0] == Where(0) else found.contiguous()
+        """A gradient of the only result per record, to sum; see _lying_apart."""
+        return _lying_apart(self.apart(g, self.out[0]))
 
     def positions(self, apart: Tensor) -> Tensor:
         """[B, ..., N] as [B, T, N]."""
@@ -101,6 +97,15 @@ Shares = dict[Place, Share]
 """By the place of the argument."""
 
 Rule = Callable[[Call], Shares]
+
+
+def _lying_apart(rows: Tensor) -> Tensor:
+    """Rows [B, ...], to sum within each, with no record's numbers among another's in memory.
+
+    Sums over columns that hold all records' numbers would add the last ones by other code.
+    """
+    within = max(rows.stride()[1:], default=0)
+    return rows.contiguous() if within > rows.stride(0) else rows
 
 
 def results_of(found: Any) -> list[Tensor]:
@@ -286,7 +291,7 @@ def _images(call: Call, settings: list[Any]) -> tuple[Geometry, Tensor, Tensor, 
 
 def _biased(call: Call, weight: Share, g: Tensor) -> Shares:
     """The shares of a weight, and of a bias per output channel."""
-    return {i: weight if i == 1 else Made(g.flatten(2).sum(2)) for i in call.wanted}
+    return {i: weight if i == 1 else Made(_lying_apart(g).flatten(2).sum(2)) for i in call.wanted}
 
 
 def _embedding(call: Call) -> Shares:
@@ -321,7 +326,7 @@ def _normalised(weight: int, bias: int | None, dims: int) -> Rule:
 def _summed(call: Call, v: Tensor, place: Place, dims: int) -> Tensor:
     size = call.at(place).numel()
     if dims == 0:
-        return v.flatten(2).sum(2) if v.dim() > 2 else v
+        return _lying_apart(v).flatten(2).sum(2) if v.dim() > 2 else v
     return call.alone(v).reshape(call.batch, -1, size).sum(1)
 
 
