@@ -207,6 +207,24 @@ def test_a_model_that_has_diverged_releases_noise_alone() -> None:
 # The noise
 
 
+@pytest.mark.parametrize(
+    ("clip", "dtype"), [(1e-3, torch.float32), (1e4, torch.float32), (1e4, torch.float64)]
+)
+def test_noise_is_sigma_clip_in_either_precision(clip: float, dtype: torch.dtype) -> None:
+    """Beside the sum without noise, which is far smaller than it at a declared size of 10^6."""
+    held, w = Records(records().x.to(dtype), records().y), point(8).to(dtype)
+    found = []
+    for sigma in (1.5, 0.0):
+        terms = dataclasses.replace(TERMS, clip=clip, size=1e6, sigmas={"gradient": sigma})
+        kernel = PerSampleKernel(model(dtype=dtype), cross_entropy)
+        batches = private(held, terms, kernel=kernel).batches(3, "gradient")
+        found.append([batch.gradient(w) * (0.3 * 1e6) for batch in batches])
+    for step, (noisy, exact) in enumerate(zip(*found, strict=True)):
+        assert noisy.dtype == dtype
+        noise = 1.5 * clip * DRAWS.gaussian(8, w, step, "gradient")
+        assert torch.allclose(noisy - exact, noise, rtol=1e-4, atol=1e-4 * clip)
+
+
 # Order: charge, draw, read
 
 
