@@ -141,6 +141,16 @@ def test_roc_interval_covers_the_exact_area(count: int, sigma: float) -> None:
     assert value == pytest.approx(exact, abs=0.02)
 
 
+def test_a_ratios_interval_ends_at_z_deviations() -> None:
+    """|a - θ b| = z sd(a - θ b) at both ends (Fieller), z = 1.95996 at 95 %."""
+    a, b, of_a, both, of_b = 30.0, 50.0, 9.0, 4.0, 16.0
+    value, low, high = estimate_ratio(a, b, (of_a, both, of_b), 0.95)
+    assert 0 < low < value == a / b < high < 1
+    for end in (low, high):
+        deviation = math.sqrt(of_a - 2 * end * both + end * end * of_b)
+        assert abs(a - end * b) == pytest.approx(1.959964 * deviation, rel=1e-6)
+
+
 def test_overwhelming_noise_gives_the_full_interval() -> None:
     assert estimate_ratio(1.0, 2.0, (100.0, 100.0, 200.0), 0.95)[1:] == (0.0, 1.0)
     value, low, high = estimate_ratio(-3.0, -1.0, (1.0, 0.0, 1.0), 0.95)

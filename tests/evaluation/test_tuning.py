@@ -208,6 +208,23 @@ def test_interval_covers_the_true_difference_as_stated():
     assert 0 < failed / 1000 <= 0.105
 
 
+@pytest.mark.parametrize(("gained", "lost", "n"), [(12, 6, 60), (0, 3, 9), (5, 5, 200)])
+def test_the_interval_is_bonett_and_prices(gained, lost, n):
+    """Of one more pair of each kind: p - q with z sqrt((p + q - (p - q)^2) / (n + 2)).
+
+    Each person with three equal records counts once.
+    """
+    after = torch.arange(n) < gained
+    before = torch.arange(n) >= n - lost
+    p, q = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
+    half = 1.959964 * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
+    whose = torch.arange(n).repeat(3)
+    for found in (Gain.of(after, before), Gain.of(after.repeat(3), before.repeat(3), whose)):
+        assert found.mean == pytest.approx((gained - lost) / n)
+        assert found.low == pytest.approx(max(-1, p - q - half), rel=1e-6)
+        assert found.high == pytest.approx(min(1, p - q + half), rel=1e-6)
+
+
 def test_the_gain_of_joining_follows_from_the_hits():
     flat = model()
     x, y = drawn(300)
