@@ -205,6 +205,17 @@ def test_indices_of_a_small_table_are_not_sorted(monkeypatch):
     assert torch.allclose(view, torch.einsum("b,bve->ve", c, each), atol=1e-6)
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_difference_of_look_ups_is_that_of_their_rows(alike):
+    index, g, h = torch.randint(30, (5, 4)), torch.randn(5, 4, 2), torch.randn(5, 4, 2)
+    one, other = Lookup(index, g, 30, 0), Lookup(index if alike else index.flip(0), h, 30, 0)
+    rows = one.rows(slice(5)) - other.rows(slice(5))
+    found, view = part(one.minus(other), Space()), torch.zeros(30, 2)
+    assert torch.allclose(found.squares.float(), rows.square().sum(1))
+    found.add(torch.ones(5), None, view)
+    assert torch.allclose(view.flatten(), rows.sum(0), atol=1e-6)
+
+
 class Given(nn.Module):
     """ℓ = a·(scores by a table) + b·(rows of it) for y = (a, b), behind a ReLU at its kink."""
 

@@ -455,6 +455,22 @@ def test_under_vmap_an_index_reaches_no_other_record(reference, name):
         assert torch.equal(batched(beside)[2], found[2])
 
 
+def test_a_record_reads_no_entry_of_anothers_table(reference):
+    """Under vmap the tables lie one behind the other, so they are looked up one by one."""
+
+    def indexed(m, x):
+        return BY_INDEX["embedding"](x[0, :4] * m.scale, x[0, 4, :2].long()).reshape(1, -1)
+
+    model = reference.Apply(indexed, scale=nn.Parameter(torch.ones(3)))
+    kernel = PerSampleKernel(FlatModel(model), lambda outputs, y: outputs.sum(1) + 0 * y)
+    x, y = torch.ones(3, 5, 3), torch.zeros(3)
+    assert kernel.way(x, y) == "records"
+    assert torch.equal(kernel.losses(x, y), torch.full((3,), 6.0).double())
+    x[1, 4, 0] = 5
+    with pytest.raises(IndexError):
+        kernel.losses(x, y)
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("fill", [0.5, None])
 def test_values_from_a_records_type_are_constants(reference, fill, named):

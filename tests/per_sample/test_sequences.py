@@ -121,6 +121,17 @@ def test_pooled_convolutions_are_summed_sparsely(reference, monkeypatch, pool):
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t, _ in used)
 
 
+@pytest.mark.parametrize("settings", [{"stride": 2}, {"dilation": 2}, {"groups": 2}], ids=str)
+def test_other_convolutions_before_a_pool_are_exact_too(reference, settings):
+    """They are not summed by the places of maxima, which would name other patches."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(64, 4, 3, **settings), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    model = nn.Sequential(*layers, nn.LazyLinear(3)).double()
+    x, y = reference.data(4, 64, 9, 9), torch.arange(4) % 3
+    model(x)
+    check(reference, model, cross_entropy, x, y, ways=("graph",))
+
+
 def test_the_loss_may_be_any(reference):
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).double()
     x, y = reference.data(5, 4), reference.data(5, 3, seed=1)
