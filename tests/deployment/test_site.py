@@ -283,6 +283,22 @@ def test_memory_follows_included_rounds_across_restart(make, tmp_path):
     assert bound("old") == first
 
 
+def test_memory_is_written_with_its_reply_or_not_at_all(make, tmp_path, monkeypatch):
+    """Nothing is remembered of a round whose reply could not be stored."""
+    whole = make(tmp_path / "fedfdp", algorithm="fedfdp", settings={})
+
+    def full(*_):
+        raise OSError(28, "No space left")
+
+    with Site(directory := whole / "sites" / "site-00") as site:
+        assert isinstance(from_bytes(site.handle(task_of(site, numbers={"loss": 2.0}))), Reply)
+        before = stored(directory, f"{site.run}/memory")
+        monkeypatch.setattr(type(site._last), "keep", full)
+        with pytest.raises(OSError, match="No space"):
+            site.handle(task_of(site, 2, 1, numbers={"loss": 2.0}))
+        assert before == stored(directory, f"{site.run}/memory") is not None
+
+
 @pytest.mark.parametrize("how", [{"algorithm": "fedfdp"}, {"algorithm": "mr_mtl"}])
 def test_another_run_in_a_directory_begins_with_no_memory(make, tmp_path, how):
     """Its answers are those of a directory in which no run was before."""
