@@ -217,6 +217,15 @@ def test_torch_has_its_threads_again_after_a_failure(tmp_path, monkeypatch):
         torch.set_num_threads(before)
 
 
+def test_a_budget_that_all_have_spent_ends_the_run(tmp_path):
+    given = {"sigma": 3.0, "epsilon": 1.0}
+    result = simulate(plan(privacy=given, rounds=100, sampling_rate=0.5), tmp_path / "run")
+    assert result.summary["status"] == "budget"
+    assert 0 < result.summary["rounds"] < 100
+    for site in result.summary["epsilon"]:
+        assert recount(result.folder, site, 1e-5) <= 1 + 1e-3
+
+
 def test_a_spent_site_leaves_and_the_rest_continue_or_stop(tmp_path):
     grants = {"site-01": {"sigma": 3.0, "epsilon": 1.0}}
     few = plan(rounds=12, sampling_rate=0.5, privacy={"per_site": grants})
