@@ -151,6 +151,28 @@ def test_a_ratios_interval_ends_at_z_deviations() -> None:
         assert abs(a - end * b) == pytest.approx(1.959964 * deviation, rel=1e-6)
 
 
+def test_each_figures_interval_counts_the_noise_of_its_sums() -> None:
+    """σ² for each entry of hits and misses [groups, classes, 2] that it adds: hits, both, all."""
+    hits = np.array([[[90.0, 30], [20, 100]], [[120, 10], [50, 70]]])
+    of, noise = {"hits": hits, "loss": np.array([150.0])}, {"hits": 16.0, "loss": 9.0}
+    found = named(estimate_figures(Sums(of, noise), FORM))
+    for key, a, b, entries in (
+        (("accuracy", "all"), 280, 490, 4),
+        (("accuracy", "class yes"), 70, 240, 2),
+        (("accuracy", "group a"), 110, 240, 2),
+        (("true positive rate of class yes", "group b"), 50, 120, 1),
+        (("false positive rate of class yes", "group a"), 30, 120, 1),
+    ):
+        part = entries * 16.0
+        expected = estimate_ratio(a, b, (part, part, 2 * part), 0.95)
+        assert (found[key].value, found[key].low, found[key].high) == pytest.approx(expected)
+    expected = estimate_ratio(150, 490, (9.0, 0.0, 8 * 16.0), 0.95)
+    loss, records = found["loss", "clipped to 2"], found["records", "all"]
+    assert (loss.low, loss.high) == pytest.approx((2 * expected[1], 2 * expected[2]))
+    half = 1.959964 * math.sqrt(8 * 16.0)
+    assert (records.low, records.high) == pytest.approx((490 - half, 490 + half))
+
+
 def test_overwhelming_noise_gives_the_full_interval() -> None:
     assert estimate_ratio(1.0, 2.0, (100.0, 100.0, 200.0), 0.95)[1:] == (0.0, 1.0)
     value, low, high = estimate_ratio(-3.0, -1.0, (1.0, 0.0, 1.0), 0.95)
