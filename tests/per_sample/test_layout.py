@@ -238,7 +238,7 @@ def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared
 
 
 def assert_slots_are_alike(module, width, classes, loss, expected):
-    """Each slot has the same bits, in passes as long as so many records x [n, width] have."""
+    """Of passes as long as they are for so many records x [n, width]: slots have the same bits."""
     passes = PerSampleKernel(FlatModel(module), loss)._passes
     form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
     length = passes.length(*form, expected, traced=True)

@@ -21,6 +21,7 @@ from fedpact.per_sample.convolution import Convolved, Geometry, Pooled, Pooled2d
 from fedpact.per_sample.gradients import Lookup, Made, Outer
 from fedpact.per_sample.layout import aligned
 from fedpact.per_sample.norms import flattened, wide
+from fedpact.per_sample.registers import LANES
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import Where
 from fedpact.per_sample.tracing.trace_context import for_vmap
@@ -102,10 +103,12 @@ Rule = Callable[[Call], Shares]
 def _lying_apart(rows: Tensor) -> Tensor:
     """Rows [B, ...], to sum within each, with no record's numbers among another's in memory.
 
-    Sums over columns that hold all records' numbers would add the last ones by other code.
+    Sums over columns that hold all records' numbers would add the last ones by other code, where
+    they do not fill registers.
     """
-    within = max(rows.stride()[1:], default=0)
-    return rows.contiguous() if within > rows.stride(0) else rows
+    first, *others = rows.stride()
+    mixed = any(stride > first and stride % LANES for stride in others)
+    return rows.contiguous() if mixed else rows
 
 
 def results_of(found: Any) -> list[Tensor]:
