@@ -22,7 +22,7 @@ from fedpact.per_sample import norms, recurrent
 from fedpact.per_sample.gradients import Made, Outer, sum_of
 from fedpact.per_sample.layout import filling_cost, overhead
 from fedpact.per_sample.norms import wide
-from fedpact.per_sample.registers import LANES, filled_up, row_of, widths
+from fedpact.per_sample.registers import LANES, filled_up, numbers_behind, row_of, widths
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
 from fedpact.per_sample.share import Mapped, Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
@@ -285,7 +285,8 @@ class Graph:
             if node not in needed:
                 last.append(node)
             do = _done(node, self._states[node])
-            if use is None and (row := row_of(node, self._states)) is not None:
+            row = row_of(node, self._states) if use is None else None
+            if row is not None and numbers_behind(node, self._states[node]) % LANES:
                 do = partial(filled_up, do, row)
             steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node)))
         return steps

@@ -145,13 +145,14 @@ class Passes:
         """Return the contents [...] of empty slots for records of the form of x, y.
 
         Ones, or zeros if the model raises at ones: the gradients of zeros are often zero, whose
-        norms are computed twice (norms.exact). Determined once for each form, from no record.
+        norms a CPU computes twice (norms.exact). On a GPU zeros come first: an index beyond a table
+        ends its process. Determined once for each form, from no record.
         """
         form = self.form(x, y)
         if form not in self._blanks:
-            ones = x.new_ones(x.shape[1:])
-            found = (one for one in (ones, torch.zeros_like(ones)) if self.takes(one, y))
-            self._blanks[form] = next(found, ones)
+            ones, zeros = x.new_ones(x.shape[1:]), x.new_zeros(x.shape[1:])
+            tried = (ones, zeros) if on_cpu(x) else (zeros, ones)
+            self._blanks[form] = next((one for one in tried if self.takes(one, y)), zeros)
         return self._blanks[form]
 
     def takes(self, one: Tensor, y: Tensor) -> bool:

@@ -107,11 +107,13 @@ def widths(node: Node, states: dict[Node, State]) -> list[int]:
     # What does not depend on records is the same for all slots.
     own = states.get(node)
     other = _rounds(node) or _repeats(node, states)
-    found = [_inner(node, own)] if own is not None and other else []
+    found = [numbers_behind(node, own)] if own is not None and other else []
     if kind_of(node) not in _MOVES | _EXACT:
         inputs = ((one, states.get(one)) for one in node.all_input_nodes)
         found += [
-            _inner(n, s) for n, s in inputs if isinstance(s, Where) and (s.dim or s.outer > 1)
+            numbers_behind(n, s)
+            for n, s in inputs
+            if isinstance(s, Where) and (s.dim or s.outer > 1)
         ]
     return found
 
@@ -152,7 +154,7 @@ def _rounds(node: Node) -> bool:
     return bool(node.kwargs.get("alpha", 1) != 1) or kind_of(node) not in _EXACT
 
 
-def _inner(node: Node, state: State) -> int:
+def numbers_behind(node: Node, state: State) -> int:
     """Return how many numbers of a record lie behind the batch's dimension."""
     if not isinstance(state, Where) or not isinstance(node.meta["val"], Tensor):
         return 1  # of several results, the strictest
