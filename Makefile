@@ -10,7 +10,7 @@ SOURCES := $(shell find src tests -type f -not -name '*.pyc' 2>/dev/null) README
 # A pass without the data directory says nothing about a run with it.
 TESTED := $(VENV)/.tested-$(subst /,_,$(FEDPACT_DATA))
 # Bytecode is kept: dozens of tests start processes, each of which would compile fedpact anew.
-SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --dist worksteal
+SUITE := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
 
 .PHONY: demo test retest slow bench evidence reference docs lint format lock clean
 
