@@ -217,11 +217,23 @@ def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[RunPro
     assert not (whole[0].folder / "new").exists()
 
 
+def compare_interrupted(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Run the command, which Ctrl-C ends, and restore the signal's handler."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "argv", ["fedpact", "compare", *arguments])
+    try:
+        with pytest.raises(SystemExit) as end:
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert end.value.code == 130
+
+
 def test_ctrl_c_ends_after_the_round_and_reruns_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # In this process; that others are told to stop and by what is in test_pool.
-    update, rounds, before = fedavg.update, count(1), signal.getsignal(signal.SIGINT)
+    update, rounds = fedavg.update, count(1)
 
     def pressed(*given: Any) -> State:
         if next(rounds) == 3:
@@ -230,14 +242,8 @@ def test_ctrl_c_ends_after_the_round_and_reruns_continue(
 
     monkeypatch.setattr(Job, "here", True)
     options = ["--set", "rounds=9", "--set", "sites=2", "--seeds", "1", "--json"]
-    monkeypatch.setattr(sys, "argv", ["fedpact", "compare", *options, "--out", str(tmp_path / "c")])
     monkeypatch.setattr(fedavg, "update", pressed)
-    try:
-        with pytest.raises(SystemExit) as end:
-            main()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert end.value.code == 130
+    compare_interrupted(monkeypatch, *options, "--out", str(tmp_path / "c"))
     stopped = json.loads(capsys.readouterr().out)
     assert "stopped after round 3" in stopped["entries"]["default"]["missing"]["0"]
     plan = Plan.read(None, ["rounds=9", "sites=2"])
@@ -271,17 +277,10 @@ def test_ctrl_c_before_joining_is_computed_says_so(
         signal.raise_signal(signal.SIGINT)
         on_site("site-00", 2)
 
-    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("fedpact.studies.compare.of_run", interrupt)
     (tmp_path / "one.json").write_text(json.dumps(FEDAVG.model_dump(mode="json")))
     options = ["--joining", "--set", "seed=3", "--seeds", "1", "--out", str(whole[0].folder)]
-    monkeypatch.setattr(sys, "argv", ["fedpact", "compare", str(tmp_path / "one.json"), *options])
-    try:
-        with pytest.raises(SystemExit) as end:
-            main()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert end.value.code == 130
+    compare_interrupted(monkeypatch, str(tmp_path / "one.json"), *options)
     assert (
         "the value of joining is missing for 1 of 1 run: the same command with"
         in capsys.readouterr().err
