@@ -124,7 +124,7 @@ def _repeats(node: Node, states: dict[Node, State]) -> bool:
     if not isinstance(own, Where) or not (_is_pointwise(node) or kind_of(node) in _REPEATS):
         return False
     if not _has_gradient(node):
-        return False  # and zeros that fill up whole numbers might be divisors
+        return False  # and integers might be divided by the zeros that fill a row up
     inputs = ((n, states.get(n)) for n in node.all_input_nodes)
     each = [shape_of(n)[: s.dim] for n, s in inputs if isinstance(s, Where)]
     front = shape_of(node)[: own.dim]
@@ -136,7 +136,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _has_gradient(node: Node) -> bool:
-    """Whether an operation's result is no whole number and no choice."""
+    """Whether an operation's result is floating-point or complex."""
     found = node.meta.get("val")
     return not isinstance(found, Tensor) or found.is_floating_point() or found.is_complex()
 
