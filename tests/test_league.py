@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from experiments.league import page
+from experiments.league import page, runs
 from experiments.league.runs import DATA, EPSILONS, HERE, Cell, Results, entrants
 
 from fedpact import algorithms
@@ -28,6 +28,17 @@ def test_every_private_algorithm_is_an_entrant():
                 continue  # η times the default μ is beyond 2 in some ways, which the page says
             plan = cell.plan(1, 5, *cell.ways()[0])
             assert (plan.private, plan.privacy.epsilon, plan.rounds) == (True, 2.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"), [("adult", "feddyn"), ("cifar10", "fedprox"), ("cifar10", "nbafl")]
+)
+def test_an_entrant_that_refuses_large_steps_takes_small_ones(data, name, tmp_path, monkeypatch):
+    sent = {"bytes_up": 1, "bytes_down": 1, "rounds": 1}
+    monkeypatch.setattr(runs, "_carried_out", lambda plan: ({"mean": 0.5}, sent))
+    found = Results(data, tmp_path)
+    found.chosen(Cell(data, name, 1.0))
+    assert 0 < sum("refused" in one for one in found.found.values()) < page.TRIED
 
 
 def test_stored_figures_spent_no_more_than_their_budget():

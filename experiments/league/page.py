@@ -27,6 +27,7 @@ from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, epsil
 from fedpact.privacy.accounting.calibration import smallest_scale
 
 BEFORE, ERROR = "fedavg", 0.05
+ALL_OF_IT = 0.98
 TRIED = len(TAUS) * len(FACTORS)
 Means = dict[str, list[float]]
 """Entrant -> its means, one per seed, in per cent."""
@@ -192,7 +193,16 @@ def _runs(results: Results, cell: Cell) -> list[dict[str, Any]]:
         return []
 
 
-def _head() -> str:
+def _spenders(league: League) -> str:
+    """Name the entrants that spend less than they may, with the least share of ε at a site."""
+    shares = dict[str, float]()
+    for (_, e, name), runs in league.stored.items():
+        least = min(spent / e for run in runs for spent in run["spent"])
+        shares[name] = min(shares.get(name, 1.0), least)
+    return ", ".join(f"{name} (down to {s:.2f} ε)" for name, s in shares.items() if s < ALL_OF_IT)
+
+
+def _head(league: League) -> str:
     price = ", ".join(f"{cost(e, 1e-5, TRIED):.1f} for runs at {e:g}" for e in EPSILONS)
     return f"""# A league of private algorithms
 
@@ -203,7 +213,7 @@ def _head() -> str:
 Which algorithm is best on which data, at the same (ε, δ) per record and site, with the same number of rounds and no more bytes than FedAvg? And is the difference significant? DATA: {", ".join(DATA)}. The first command resumes where it stopped and runs the cells marked "not run".
 
 * **Entrants**: every algorithm with a private form, some well-known settings under their usual names, and each site alone. All other settings have their defaults; FedRep's head, which has no sensible one, is the bias.
-* **Budgets**: ε = 1, 2, 4, 8, each spent in full; receipts state what each site spent (`spent` in the results). FedAvg has 20 rounds. An algorithm that sends more than {1.15:g} times as many bytes per round has fewer rounds.
+* **Budgets**: ε = 1, 2, 4, 8, which all entrants reserve in full; receipts state what each site spent (`spent` in the results). Entrants that take fewer steps than they reserve spend less: {_spenders(league)}. FedAvg has 20 rounds. An algorithm that sends more than {1.15:g} times as many bytes per round has fewer rounds.
 * **Selection rule**: each cell tries τ = {", ".join(map(str, TAUS))} with learning rates {", ".join(f"{f:g}" for f in FACTORS)} times the data set's reference rate divided by τ: {TRIED} runs on three quarters of the training records. The setting with the best mean over the sites on the last quarter is chosen. The figures come from {len(SEEDS)} other seeds.
 * **Cost of the selection**: it spends ε too, which no figure below includes. For an observer of all {TRIED} runs of one cell, at δ = 1e-5, ε is {price}. The selection uses exact accuracies on the records set aside.
 * **Figures**: accuracy in per cent on the records that each site holds out, of the model that the site uses, averaged over the sites; mean ± standard deviation over the seeds. "vs FedAvg" is the difference in points, bold if significant.
@@ -220,6 +230,6 @@ All entrants share one grid of τ and learning rates. An algorithm with more set
 def write() -> None:
     """Write the page."""
     league = League({name: Results(name) for name in DATA})
-    parts = [_head(), "\n".join(league.summary()) + "\n"]
+    parts = [_head(league), "\n".join(league.summary()) + "\n"]
     parts += ["\n".join(league.section(name)) for name in DATA]
     (HERE / "README.md").write_text("\n".join(parts).rstrip() + "\n", encoding="utf-8")

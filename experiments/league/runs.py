@@ -165,7 +165,8 @@ class Results:
         key = f"{entrant} bytes"
         if key not in self.found:
             cell = Cell(self.data, entrant, EPSILONS[-1])
-            _, done = _carried_out(cell.plan(CHOICE_SEED, 2, 1, 1.0))
+            # With the smallest step: larger ones may be refused. Bytes hardly depend on it.
+            _, done = _carried_out(cell.plan(CHOICE_SEED, 2, max(TAUS), min(FACTORS)))
             sent = done["bytes_up"] + done["bytes_down"]
             self.keep(key, {"bytes": sent / max(1, done["rounds"])})
         return self.found[key]["bytes"]
