@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.beyond import table as beyond
-from experiments.evidence import ali, check, drawing, fedfdp, fedproxvr, measure, page
+from experiments.evidence import ali, check, drawing, fedfdp, fedproxvr, measure, page, page_ali
 from experiments.evidence.__main__ import missing
 from experiments.evidence.cells import Book, mean_text
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
+from experiments.evidence.variants import variants
 from experiments.made import NOT_RECORDED, stored_in, tally
 
 import fedpact
@@ -286,6 +287,27 @@ def test_a_run_that_diverges_says_after_which_round(tmp_path):
         said = f"(1 seed), diverged after round {ended}" * (look > ended) or "(1 seed)"
         assert Book(stored).accuracy(wild, look).endswith(said)
         assert Book(stored).psi(wild, look).endswith(said)
+
+
+def test_a_figure_of_a_large_loss_says_so(tmp_path):
+    for loss, said in ((10.0, ""), (11.0, ", unstable: loss 11")):
+        stored, run = Stored(tmp_path / str(loss)), _small()
+        stored.add(run, 0, {"looks": {"4": {"accuracy": 0.7, "psi": 0.5, "loss": loss}}})
+        assert Book(stored).accuracy(run, 4) == f"70.00 (1 seed){said}"
+        assert Book(stored).psi(run, 4) == f"0.50000 (1 seed){said}"
+
+
+def test_a_variant_that_diverged_has_its_distance_and_a_mark(tmp_path):
+    """At 10 % in all looks; at the last it is not beyond a guess's loss."""
+    run, _ = variants("cifar10")["sum and noise undivided"]
+    looks = {str(at): {"accuracy": 0.1, "loss": 2.29 if at == 317 else 3.0} for at in run.looks}
+    stored = Stored(tmp_path)
+    stored.add(run, 0, {"looks": looks})
+    columns = {c.iterations: c for c in ali.COLUMNS if c.rounds >= c.iterations}
+    off = [10.0 - ali.printed("cifar10", column)[1] for column in columns.values()]
+    distance = math.sqrt(statistics.fmean(one * one for one in off))
+    rows = [*page_ali.part(Book(stored))]
+    assert f"| sum and noise undivided | {distance:.1f}, at chance: diverged" in "\n".join(rows)
 
 
 def test_nor_do_those_of_another_plan_under_the_same_settings(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from experiments.evidence.stored import Stored
 
 _HUGE: Final = 1e6
 _GUESS, _GUESS_LOSS = 0.102, math.log(10) - 1e-3  # of ten classes, which all data sets here have
+LARGE_LOSS: Final = 10.0  # four times a guess's
 
 
 @dataclass
@@ -55,17 +56,23 @@ class Book:
     def accuracy(self, run: Run, look: int) -> str:
         """Return a cell in per cent."""
         found = [100 * value for value in self.values(run, look, "accuracy")]
-        return mean_text(found, 2) + self._ended(run, look) if found else self.lacks(run)
+        return mean_text(found, 2) + self.note(run, look) if found else self.lacks(run)
 
     def held_out(self, run: Run, look: int) -> str:
         """Return a cell in per cent, on the sites' held-out records if there is a test set."""
         found = [100 * value for value in self.values(run, look, "held_out")]
-        return mean_text(found, 2) + self._ended(run, look) if found else self.lacks(run)
+        return mean_text(found, 2) + self.note(run, look) if found else self.lacks(run)
 
     def psi(self, run: Run, look: int) -> str:
         """Return a cell of Ψ."""
         found = self.values(run, look, "psi")
-        return mean_text(found, 5) + self._ended(run, look) if found else self.lacks(run)
+        return mean_text(found, 5) + self.note(run, look) if found else self.lacks(run)
+
+    def note(self, run: Run, look: int) -> str:
+        """Return a cell's note on seeds that had diverged, or whose loss was large, at a round."""
+        loss = max(self.values(run, look, "loss"), default=0.0)
+        large = f", unstable: loss {loss:.0f}" if loss > LARGE_LOSS else ""
+        return self._ended(run, look) or large
 
     def _ended(self, run: Run, look: int) -> str:
         """Return a cell's note on seeds that had diverged at this round."""

@@ -105,14 +105,15 @@ def _step_lists(book: Book) -> Iterator[Panel]:
 
 
 def _over_rounds(book: Book) -> Iterator[Panel]:
-    """Loss and accuracy by round of Table 1's runs: FedProxVR's Figure 2."""
+    """Loss and accuracy by round of Table 1's runs and others: FedProxVR's Figure 2."""
     for name, y, scale in (("loss", "loss, test records", 1.0), ("held_out", "accuracy, %", 100.0)):
         lines = dict[str, Points]()
-        for row in fedproxvr.CONVEX:
-            run = fedproxvr.run(row)
+        for row in fedproxvr.CONVEX + fedproxvr.CURVES:
+            run, label = fedproxvr.run(row), f"{row.method}, τ = {row.local_steps}, B = {row.batch}"
             looks = sorted({int(k) for o in book.stored.seeds(run).values() for k in o["looks"]})
             seen = [(look, book.mean(run, look, name)) for look in looks[::4]]
-            lines[row.method] = [(float(t), scale * mean) for t, mean in seen if mean is not None]
+            known = [(float(t), scale * mean) for t, mean in seen if mean is not None]
+            lines |= {label: known} if known else {}
         yield Panel("Fashion-MNIST, 100 devices", "round", y, lines)
 
 

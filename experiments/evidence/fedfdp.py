@@ -79,7 +79,7 @@ SWEPT: Final = (0.1, 0.3, 1.0, 3.0)  # λ, where losses are not inflated
 CAREFUL: Final = (("scaffold", 0.01), ("feddyn", 0.01))
 LONG: Final = (30, 60, 100, 150, 200, 250, 300)  # rounds
 STEADY: Final = ("fedavg", "fedprox", "qffl", "fedfair")  # what does not diverge in 30 rounds
-SWEEPS: Final = ("fashion_mnist", "mnist")  # of λ and C
+SWEEPS: Final = ("fashion_mnist", "cifar10", "mnist")  # of λ and C
 CLIPS: Final = (0.01, 0.1, 1.0, 5.0, 10.0)
 
 

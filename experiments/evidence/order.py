@@ -92,6 +92,7 @@ def _sweeps() -> Iterator[Run]:
         yield from (fedfdp.long(data, method) for data in fedfdp.DATA)
     for data in fedfdp.DATA:
         yield from (fedfdp.plain(data, *careful) for careful in fedfdp.CAREFUL)
+    yield from map(fedproxvr.run, fedproxvr.CURVES + fedproxvr.CURVES_CNN)
 
 
 def _order() -> Iterator[tuple[Run, int]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from experiments.evidence import again, drawing, page_ali, page_fedfdp, page_others
-from experiments.evidence.cells import Book, table
+from experiments.evidence.cells import LARGE_LOSS, Book, table
 from experiments.evidence.order import ORDER
 from experiments.evidence.runs import Run
 from experiments.evidence.stored import HERE, Stored
@@ -13,7 +13,7 @@ from experiments.made import stored_in, tally
 
 PAGE: Final = HERE.parents[1] / "docs" / "evidence.md"
 
-HEAD: Final = """# The papers' tables, measured
+HEAD: Final = f"""# The papers' tables, measured
 
 `make evidence` writes this page from the stored results in `experiments`; nothing here is written \
 by hand. "Printed" numbers are the papers'. *Faithful*: the printed σ, q, C and η. *Nearest*: \
@@ -21,8 +21,9 @@ the learning rate that comes nearest to the printed accuracies. *Best*: the best
 at the same (ε, δ), with at most as many rounds. Figures are mean ± standard deviation over three \
 seeds unless a cell gives another number of seeds; sweeps use one. Every proven ε is an upper \
 bound: per record and site, add/remove one record, the smaller of PLD and RDP. A cell that was not \
-run says so; the number in brackets refers to its command in the list at the end. With so few \
-seeds, differences below a point are not meaningful."""
+run says so; the number in brackets refers to its command in the list at the end. Figures marked \
+as diverged or unstable (a loss above {LARGE_LOSS:g}, where a guess has 2.3) may differ on another \
+processor. With so few seeds, differences below a point are not meaningful."""
 
 _SEEN: Final = (
     "![Accuracy over ε on Fashion-MNIST and CIFAR-10: printed, measured with networks and pixels, "

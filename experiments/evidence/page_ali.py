@@ -171,10 +171,10 @@ def _steps(book: Book) -> str:
 
 
 def _far(book: Book, data: str, run: Run) -> float | None:
-    """Return a variant's distance to the printed row; None if it was not run or has diverged."""
+    """Return a variant's distance to the printed row; None if it was not run."""
     wanted = {c.iterations: ali.printed(data, c)[1] for c in COLUMNS if c.rounds >= c.iterations}
-    means = [book.mean(run, look) for look in ROW]
-    off = [100 * m - wanted[look] for m, look in zip(means, ROW, strict=True) if m is not None]
+    seen = {look: book.values(run, look, "accuracy") for look in ROW}
+    off = [100 * statistics.fmean(found) - wanted[look] for look, found in seen.items() if found]
     return math.sqrt(statistics.fmean(d * d for d in off)) if len(off) == len(ROW) else None
 
 
@@ -199,7 +199,8 @@ def _variants(book: Book) -> str:
     for data in ali.DATA:
         for name, (run, noise) in variants(data).items():
             near = _far(book, data, run)
-            far = book.accuracy(run, ROW[-1]) if near is None else f"{near:.1f}"
+            notes = [note for look in ROW if (note := book.note(run, look))]
+            far = book.lacks(run) if near is None else f"{near:.1f}{notes[-1] if notes else ''}"
             spent = book.values(run, run.looks[-1], "epsilon")
             ratio = f"1/{float(f'{1 / noise:.3g}'):,g}" if 0 < noise < 1 else f"{noise:g}"
             rows.append([NAMES[data], name, far, ratio, f"{max(spent):,.4g}" if spent else ""])
