@@ -55,10 +55,11 @@ def test_adap_dpfl_follows_the_length_of_its_gradients():
     assert later.memory.numbers["clip"] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("power", [1.0, 2.0**100])
 @pytest.mark.parametrize(("length", "clip"), [(1e9, 0.1), (1e-9, 2.0), (0.0, 1.0)])
-def test_adap_dpfl_keeps_its_clip_within_bounds(length, clip):
+def test_adap_dpfl_keeps_its_clip_within_bounds(length, clip, power):
     memory = State(numbers={"clip": 1.0, "first": length})
-    assert site("adap_dpfl", memory)[1].memory.numbers["clip"] == clip
+    assert site("adap_dpfl", memory, clip_power=power)[1].memory.numbers["clip"] == clip
 
 
 def test_adap_dpfl_measures_by_its_first_length_above_0():

@@ -20,6 +20,8 @@ Differs   the paper's threshold is α times the mean length of single records' n
           only (docs/notes/errata.md, N3).
 """
 
+from math import exp, log
+
 import torch
 from pydantic import Field
 
@@ -63,7 +65,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     length = clip * max(0.0, square - noise) ** 0.5
     first = memory.numbers.get("first") or length
     if length > 0:
-        # In this order NaN becomes the least.
-        follows = (length / first) ** settings.clip_power
-        clip = min(max(settings.least_clip, follows), settings.most_clip)
+        power = settings.clip_power * (log(length) - log(first))
+        # Beyond most_clip, whose largest is e^7, exp must not overflow. NaN becomes the least.
+        clip = min(max(settings.least_clip, exp(min(power, 7.0))), settings.most_clip)
     return Local({"w": w}, memory=State(numbers={"clip": clip, "first": first}))
