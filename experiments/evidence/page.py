@@ -47,8 +47,10 @@ def whole(stored: Stored | None = None) -> str:
     left = [f"{number}. {how}" for number, how in enumerate(book.missing.values(), start=1)]
     end = (
         "## Not run",
-        "Set FEDPACT_DATA first. Times are for one core; `python -m experiments.evidence --left` "
-        "lists the missing runs seed by seed.",
+        "Run these from the repository's root, with FEDPACT_DATA set. An interrupted command goes "
+        "on where it stopped; results are stored as they come, and `make evidence` writes them "
+        "into this page. Times are for one core; `python -m experiments.evidence --left` lists the "
+        "missing runs seed by seed.",
         "\n".join(left),
     )
     begin = (HEAD, _SEEN, *_coverage(book.stored), *_provenance())

@@ -30,7 +30,8 @@ def part(book: Book) -> Iterator[str]:
     yield "## FedFair and FedFDP, Tables 2 to 6"
     yield (
         "10 sites by Dirichlet(0.1) from training and test records together, 25 % held out inside "
-        "each site; accuracy in per cent and Ψ of the global model on all held-out records. The "
+        "each site; accuracy in per cent and Ψ, the variance of the sites' losses, of the global "
+        "model on all held-out records. The "
         "paper's Ψ of private runs, 1e6 to 1e11, is an artefact of its code. The deviations that "
         "it prints in Tables 2 and 3, of five seeds, are left out here."
     )
