@@ -55,6 +55,8 @@ def _kept() -> dict[str, Any]:
 def part() -> Iterator[str]:
     """Return this section of the page."""
     kept = _kept()
+    ten = {f"{run.title} seed={seed}" for run, seed in drawn(Stored(), 10)}
+    others = f", and {len(kept.keys() - ten)} others" if kept.keys() - ten else ""
     yield "## Ten cells repeated"
     yield (
         f"Ten of the stored runs that take at most {MINUTES:g} minute of a core were drawn by "
@@ -62,7 +64,7 @@ def part() -> Iterator[str]:
         'experiments.evidence --again "NAME"`, which does not change the results; `--draw 10` '
         "instead of NAME draws them. If seeds generated other draws when a cell was stored, its "
         "repetition is like another seed's, to be compared with the range of the stored seeds. "
-        f"{len(kept)} of the ten have been repeated."
+        f"{len(kept.keys() & ten)} of the ten have been repeated{others}."
     )
     rows = [
         [
