@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fedpact
@@ -43,6 +44,28 @@ def test_a_model_whose_file_has_changed_is_not_used(tmp_path, change, average):
     change()
     with pytest.raises(ModelError, match=r"answers otherwise than when .* restore its file"):
         fedpact.load(result.folder, average=average)
+
+
+class Sized(nn.Module):
+    """With the length of its list of hidden layers, as torch.compile's modules may have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 2)
+
+    def __len__(self):
+        return 0
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def test_a_model_of_length_0_is_known_by_its_own_answers(tmp_path):
+    result = fedpact.run(Sized, RECORDS, **SETTINGS, out=tmp_path / "run")
+    path = result.folder / "model.safetensors"
+    save_file({name: 2 * value for name, value in load_file(path).items()}, path)
+    with pytest.raises(ModelError, match="answers otherwise than when"):
+        fedpact.load(result.folder, Sized)
 
 
 def test_no_run_goes_on_with_a_model_that_has_changed(tmp_path, change):

@@ -170,11 +170,12 @@ def test_frames_are_rounds_and_sites(digits):
 def test_an_exported_model_gives_the_same_scores(digits, tmp_path):
     served = Predictor.of(digits.folder)
     x, _ = served.preprocess(SimulationSetup.of(digits.plan).raw.x_test[:7])
-    digits.run.export(tmp_path / "model.pt")
+    digits.run.export(tmp_path / "new" / "model.pt")
     with torch.no_grad():
-        assert torch.equal(torch.jit.load(tmp_path / "model.pt")(x), served.model(x))
+        assert torch.equal(torch.jit.load(tmp_path / "new" / "model.pt")(x), served.model(x))
     with pytest.raises(InputError, match="ends in"):
-        digits.run.export(tmp_path / "model.bin")
+        digits.run.export(tmp_path / "other" / "model.bin")
+    assert not (tmp_path / "other").exists()
 
 
 def test_missing_onnx_packages_get_a_remedy(digits, tmp_path, monkeypatch):

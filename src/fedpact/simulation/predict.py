@@ -440,6 +440,9 @@ class Predictor:
         Its input is what `preprocess` returns, [n, ...] for any n, its output scores [n, K].
         Raises InputError: another suffix, or ONNX without the packages that torch needs for it.
         """
+        if path.suffix not in (".pt", ".onnx"):
+            raise InputError(f"{path}: expected a name that ends in .pt (TorchScript) or .onnx")
+        path.parent.mkdir(parents=True, exist_ok=True)
         example = self._stage.example(self.form.example)
         batch = (example.expand(2, *example.shape).clone(),)
         if path.suffix == ".onnx":
@@ -459,12 +462,10 @@ class Predictor:
                     f"{path}: torch needs packages for ONNX that are not installed ({error}): "
                     "pip install 'fedpact[onnx]', or name a .pt file, which needs none"
                 ) from error
-        elif path.suffix == ".pt":
+        else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 torch.jit.save(self._traced(path, *batch), str(path))
-        else:
-            raise InputError(f"{path}: expected a name that ends in .pt (TorchScript) or .onnx")
 
     def _traced(self, path: Path, two: Tensor) -> Any:
         """Return the traced model. Raises ModelError: it cannot be traced for any n."""

@@ -346,7 +346,8 @@ class TrainingSetup:
 
     def _try(self, x: Tensor, module: nn.Module | None = None) -> Tensor | None:
         """Return the model's outputs on dummy records, None if it does not accept them."""
-        module = module or self.module()
+        # Some modules have a length, which may be 0, or cannot be asked for it (torch.compile).
+        module = self.module() if module is None else module
         try:
             with keeping_modes(module), torch.no_grad():
                 return module.eval()(x)
