@@ -185,6 +185,10 @@ def test_another_federations_authority_renews_nothing(deployment, tmp_path):
         keys.renew(tmp_path, deployment / "server", "127.0.0.1")
     with pytest.raises(InputError, match=r"ca\.key does not exist"):
         keys.renew(tmp_path / "none", deployment / "server", "127.0.0.1")
+    site = deployment / "sites" / "site-00"
+    with pytest.raises(InputError, match=r"site-00 has no server\.key: name the server's directory"):
+        keys.renew(deployment / "authority", site, "127.0.0.1")
+    assert not (site / "tls.key").exists()
     (deployment / "authority" / "ca.crt").write_bytes(b"none")
     with pytest.raises(InputError, match=r"ca\.crt cannot be understood"):
         keys.renew(deployment / "authority", deployment / "server", "127.0.0.1")

@@ -114,6 +114,13 @@ def test_only_an_ended_run_is_extended(tmp_path):
     fedpact.run(plan, tmp_path / "cut", stop=lambda: True)
     with pytest.raises(PlanError, match=r"is stopped.*expected a finished run"):
         fedpact.extend(tmp_path / "cut", 1)
+    fedpact.run(plan, tmp_path / "deployed")
+    (tmp_path / "deployed" / "partition.json").unlink()  # as a server's run has none
+    with pytest.raises(PlanError, match="`fedpact deploy extend SERVER --rounds 1 --out NEW`"):
+        fedpact.extend(tmp_path / "deployed", 1)
+    told = CliRunner().invoke(app, ["resume", str(tmp_path / "deployed")])
+    assert "nothing to resume" in told.output
+    assert "fedpact extend" not in told.output
     party = tmp_path / "party"
     party.mkdir()
     (party / "federation.toml").touch()

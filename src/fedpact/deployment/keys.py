@@ -62,11 +62,21 @@ def write_authority(directory: Path) -> None:
     (directory / "ca.crt").write_bytes(certificate.public_bytes(_PEM))
 
 
+def check_server(directory: Path) -> None:
+    """Raise PlanError: a directory is not the server's."""
+    if not (directory / "server.key").exists():
+        raise PlanError(
+            f"{directory} has no server.key: name the server's directory that `fedpact deploy "
+            "init` wrote"
+        )
+
+
 def renew(authority: Path, server: Path, host: str) -> None:
     """Renew the server's key and certificate. authority, server: their directories.
 
-    Raises PlanError: the authority is missing, or not this server's.
+    Raises PlanError: the authority is missing, or not this server's; or there is no server.
     """
+    check_server(server)
     if _authority_at(server).public_key() != _signer(authority).public_key():
         raise PlanError(
             f"{authority} is the authority of another federation than {server / 'ca.crt'}: name "

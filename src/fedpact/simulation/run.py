@@ -378,6 +378,12 @@ def extend_plan(folder: Folder, rounds: int, budget: float | None) -> Plan:
             f"run {folder.path} is {status}: expected a finished run; `fedpact resume` finishes "
             "one, and a run that diverged has to be started again"
         )
+    if not folder.partition.exists():
+        raise PlanError(
+            f"{folder.path} has no partition.json, so its records are not on this machine: a "
+            f"deployment's run goes on by `fedpact deploy extend SERVER --rounds {rounds} --out "
+            "NEW`; a simulation's files must be restored from a backup"
+        )
     whole = plan.document()
     changed = {**whole, "rounds": rounds, "initial": {"weights": str(folder.path)}}
     if plan.privacy.mode != "none":

@@ -66,7 +66,8 @@ def resume(
     found = Folder(folder)
     ended = (folder / "summary.json").exists()
     if ended and (status := found.read_json("summary.json")["status"]) not in RESUMABLE:
-        more = f" `fedpact extend {folder} --rounds N` trains it further." * (status != "diverged")
+        further = status != "diverged" and found.partition.exists()
+        more = f" `fedpact extend {folder} --rounds N` trains it further." * further
         plain_console(stderr=True, quiet=as_json).print(
             f"The run has ended ({status}), so there is nothing to resume.{more}"
         )
