@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -335,6 +336,42 @@ def mended(home, found):
     """The site's check once its owner has put in the proposed lines."""
     add(home, "\n[columns]\n" + "\n".join(found.mends) + "\n")
     return check_site(home)
+
+
+def test_what_a_site_has_kept_is_checked_as_it_opens(federate, tmp_path):
+    run = federate(None, rounds=1, evaluation={"share": 0.2, "epsilon": 1.0, "delta": 1e-5})
+    run()
+    node = run.nodes[0]
+    node.site.close()
+    assert check_site(node.directory).problems == []
+    entries = (node.directory / "ledger.jsonl").read_text().splitlines(keepends=True)
+    settings = (node.directory / "site.toml").read_text()
+    other = settings.replace('data_set = "site-00"', 'data_set = "other"')
+    for number, damage in enumerate(
+        (
+            {"ledger.jsonl": None},
+            {"ledger.jsonl": None, "ledger.jsonl.seen": None, "log.txt": None},
+            {"ledger.jsonl": "".join(entries[:-1])},
+            {"ledger.jsonl": "".join(entries[:-1]), "ledger.jsonl.seen": None},
+            {"site.db": "not a database"},
+            {"site.db": None, "ledger.jsonl": None, "log.txt": None},
+            {"held-out.key": None},
+            {"site.toml": other},
+        )
+    ):
+        home = Path(shutil.copytree(node.directory, tmp_path / f"home-{number}"))
+        for name, text in damage.items():
+            if text is None:
+                (home / name).unlink(missing_ok=True)
+            else:
+                (home / name).write_text(text)
+        problems, left = check_site(home).problems, {path.name for path in home.iterdir()}
+        with pytest.raises(FedpactError) as refused:
+            Site(home)
+        # Opening has begun a new ledger in the place of one that is lost.
+        as_opened = [problem.replace("has 0 entries", "has 1 entries") for problem in problems]
+        assert as_opened == [str(refused.value)], damage
+        assert not {name for name, text in damage.items() if text is None} & left
 
 
 def test_one_check_shows_each_kind_of_fault(sites, tmp_path):

@@ -104,7 +104,7 @@ def test_a_site_says_that_it_is_ready_at_no_cost(federate):
     assert told.startswith("round 0: is ready")
     assert ledgers(run) == before
     (run.nodes[0].directory / "log.txt").write_text(told + "\n")
-    check_left_behind(run.nodes[0].directory, site._store, site.ledger.path.with_name("lost"))
+    check_left_behind(run.nodes[0].directory, site.ledger.path.with_name("lost"))
 
 
 def test_a_restarted_site_is_ready_again(federate):

@@ -7,7 +7,7 @@ unprotected, for the owner alone.
 import os
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,8 @@ from fedpact.data.schema import Column, ValueRange
 from fedpact.data.summary import ColumnCells, ColumnSummary, count_classes, summarise_array
 from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.flower.credentials import check_site_keys
-from fedpact.deployment.site import reserved_runs
+from fedpact.deployment.site import check_left_behind, reserved_runs
+from fedpact.deployment.site_evaluation import find_examiner_key
 from fedpact.deployment.site_records import (
     CLAMPED_REMEDY,
     Own,
@@ -28,9 +29,13 @@ from fedpact.deployment.site_records import (
     own_records,
     read_receipt,
 )
+from fedpact.deployment.store import STORE_FILE, LastReply, Store
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.guarantee import Guarantee
+from fedpact.privacy.ledger.hash_chain import Chained, read_entries
+from fedpact.privacy.ledger.ledger import check_opening
 from fedpact.privacy.ledger.reservations import over_runs
+from fedpact.privacy.ledger.rollback_guard import RollbackGuard
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.machine import device_of
@@ -112,6 +117,8 @@ def check_site(directory: Path) -> SiteCheck:
         ]
         with _noted(found):
             check_site_keys(directory, federation, settings.name)
+        with _noted(found):
+            _check_past(files)
         found.approvals = read_approvals(directory).missing
         if found.approvals:
             people = counted(found.approvals, "more approval")
@@ -134,7 +141,31 @@ def _noted(found: SiteCheck) -> Generator[None]:
     try:
         yield
     except FedpactError as error:
-        found.problems.append(str(error))
+        if str(error) not in found.problems:
+            found.problems.append(str(error))
+
+
+def _check_past(files: SiteFiles) -> None:
+    """Raise FedpactError: what the site keeps of its releases is damaged, or does not match.
+
+    As the site finds when it opens; it may be open meanwhile, and writes to the ledger first.
+    """
+    directory, ledger, replies = files.directory, files.ledger, [(0, "")]
+    check_left_behind(directory, ledger)
+    if (directory / STORE_FILE).exists():
+        with closing(Store(directory)) as store:
+            replies += [LastReply(store, name).ledger for name in ("reply", "evaluation")]
+    guard = RollbackGuard(ledger)
+    entries, test = (
+        read_entries(ledger) if ledger.exists() else [],
+        files.federation.seeds == "test",
+    )
+    for reply in replies:
+        guard.check(Chained(entries), reply)
+    if entries:
+        check_opening(ledger, entries[0], files.settings.data_set, hypothetical=test)
+    if files.federation.form(files.plan).share and not test:
+        find_examiner_key(directory, ledger, files.federation.run)
 
 
 def _count_cost(found: SiteCheck, files: SiteFiles, terms: Terms) -> None:

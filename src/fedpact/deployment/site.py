@@ -63,7 +63,14 @@ from fedpact.deployment.final_model import FinalModel, describe_ending, read_end
 from fedpact.deployment.secure import masker_of
 from fedpact.deployment.site_evaluation import Examiner, count_answer
 from fedpact.deployment.site_records import SiteFiles, own_records
-from fedpact.deployment.store import STORE_FILE, LastReply, RunMemory, Store, room
+from fedpact.deployment.store import (
+    STORE_FILE,
+    LastReply,
+    RunMemory,
+    Store,
+    read_store,
+    room,
+)
 from fedpact.per_sample.layout import PLACEMENTS
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
@@ -86,7 +93,7 @@ def reserved_runs(ledger: Path) -> set[str]:
     return {entry["run"] for entry in entries if entry["kind"] == "reserve"}
 
 
-def check_left_behind(directory: Path, store: Store, ledger: Path) -> None:
+def check_left_behind(directory: Path, ledger: Path) -> None:
     """Raise LedgerError if a site has taken part in a run that its ledger does not contain.
 
     A site reserves before it answers its first task, so no reply can be older than the ledger.
@@ -94,7 +101,8 @@ def check_left_behind(directory: Path, store: Store, ledger: Path) -> None:
     if reserved_runs(ledger):
         return
     log = directory / "log.txt"
-    found = [f"{name!r} in {STORE_FILE}" for name in _LEFT_BEHIND if store.read(name) is not None]
+    kept = [name for name in _LEFT_BEHIND if read_store(directory, name) is not None]
+    found = [f"{name!r} in {STORE_FILE}" for name in kept]
     if log.exists() and _ANSWERED.search(log.read_bytes()):
         found.append(log.name)
     if found:
@@ -249,7 +257,7 @@ class Site:
             self._test = self.federation.seeds == "test"
             self._secure = SecureDraws()
             self._last = LastReply(self._store, "reply")
-            check_left_behind(directory, self._store, path)
+            check_left_behind(directory, path)
             self._witness = RollbackGuard(path)
             ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
             self.ledger = opened.enter_context(closing(ledger))

@@ -132,6 +132,7 @@ def count_answer(store: Store, run: str, answer: Reply | Refusal | Step, seconds
 
 FIGURES: Final = "figures"
 _KEPT: Final = ("run", "settings", "classes", "groups", "unit", "rounds")
+_KEY_FILE: Final = "held-out.key"
 _KEY_BYTES: Final = 32
 
 
@@ -224,15 +225,25 @@ def _examiner_key(directory: Path, ledger: Path, run: str) -> bytes:
 
     Costs add up over several runs, so another run may have another secret.
     """
-    path = directory / "held-out.key"
+    found = find_examiner_key(directory, ledger, run)
+    if found is None:
+        found = secrets.token_bytes(_KEY_BYTES)
+        write_whole(directory / _KEY_FILE, found)
+    return found
+
+
+def find_examiner_key(directory: Path, ledger: Path, run: str) -> bytes | None:
+    """Return the site's secret; None if there is none, and none is required.
+
+    Raises LedgerError: damaged, or missing although this run has reserved evaluations.
+    """
+    path = directory / _KEY_FILE
     if path.exists():
         found = path.read_bytes()
         if len(found) == _KEY_BYTES:
             return found
     elif not (ledger.exists() and run in _evaluated(ledger)):
-        found = secrets.token_bytes(_KEY_BYTES)
-        write_whole(path, found)
-        return found
+        return None
     raise LedgerError(
         f"{path} is missing or damaged, but {ledger} has reserved evaluations of run {run}: "
         "expected the secret that selects held-out records; with another one, training records "

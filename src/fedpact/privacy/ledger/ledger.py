@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from fedpact.common.check import count as at_least_one
 from fedpact.common.errors import LedgerError, PolicyRefused
@@ -47,6 +47,21 @@ __all__ = ["Ledger", "read_entries"]
 
 _FORMAT = 1
 _Request = tuple[str, str, tuple[str, ...], SampledGaussian]
+
+
+def _opening(site: str, hypothetical: bool) -> dict[str, Any]:
+    return {"site": site, "hypothetical": hypothetical, "format": _FORMAT}
+
+
+def check_opening(path: Path, first: LedgerEntry, site: str, *, hypothetical: bool) -> None:
+    """Raise LedgerError: a ledger's first entry is of another site, or another kind of run."""
+    opening = _opening(site, hypothetical)
+    found = {key: first.get(key) for key in opening}
+    if found != opening:
+        raise LedgerError(
+            f"ledger {path} was opened as {found}, not as {opening}: "
+            "name the ledger that belongs to this site and to this kind of run"
+        )
 
 
 class Ledger:
@@ -286,16 +301,10 @@ class Ledger:
 
     def _restore(self) -> None:
         entries = self._chain.entries
-        opening = {"site": self.site, "hypothetical": self.hypothetical, "format": _FORMAT}
         if not entries:
-            self._append({"kind": "open", **opening})
+            self._append({"kind": "open", **_opening(self.site, self.hypothetical)})
             return
-        found = {key: entries[0].get(key) for key in opening}
-        if found != opening:
-            raise LedgerError(
-                f"ledger {self.path} was opened as {found}, not as {opening}: "
-                "name the ledger that belongs to this site and to this kind of run"
-            )
+        check_opening(self.path, entries[0], self.site, hypothetical=self.hypothetical)
         try:
             for entry in entries:
                 self._apply(entry)
