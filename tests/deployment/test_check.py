@@ -160,6 +160,10 @@ def test_a_site_needs_a_folder_it_may_write_to(sites, tmp_path, monkeypatch):
     assert check_site(home).problems == []
     monkeypatch.setattr(os, "access", lambda place, mode: place != home)  # root may write anywhere
     assert [f"{home} is not writable" in one for one in check_site(home).problems] == [True]
+    (home / "ledger.jsonl").touch()  # as of another account, which has started the site before
+    monkeypatch.setattr(os, "access", lambda place, mode: place != home / "ledger.jsonl")
+    (told,) = check_site(home).problems
+    assert f"{home / 'ledger.jsonl'} is not writable" in told
 
 
 def test_a_reservation_is_kept_for_any_records(sites, tmp_path):

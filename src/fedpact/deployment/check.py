@@ -111,9 +111,9 @@ def check_site(directory: Path) -> SiteCheck:
         terms = files.terms
         found.problems += [
             f"{place} is not writable by this account, and a site keeps its ledger and progress "
-            "there: start it by an account that may write, or change the folder's rights"
-            for place in dict.fromkeys((directory, files.ledger.parent))
-            if place.is_dir() and not os.access(place, os.W_OK | os.X_OK)
+            "there: start it by an account that may write, or change its owner or rights"
+            for place in dict.fromkeys((directory, files.ledger.parent, files.ledger))
+            if place.exists() and not os.access(place, os.W_OK | os.X_OK * place.is_dir())
         ]
         with _noted(found):
             check_site_keys(directory, federation, settings.name)
