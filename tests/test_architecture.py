@@ -484,7 +484,7 @@ GOOD: Sources = {
 
 
 @pytest.fixture(scope="module")
-def sources() -> Sources:
+def sources():
     return read_package(Path(fedpact.__file__).parent)
 
 

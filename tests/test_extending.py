@@ -84,7 +84,7 @@ ADDED = {
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copy(tmp_path_factory):
     root = tmp_path_factory.mktemp("copy")
     # Bytecode goes with it, which is found out of date where a file is changed.
     shutil.copytree(Path(fedpact.__file__).parent, root / "fedpact")
@@ -178,7 +178,7 @@ def use(copy: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def told(copy: Path) -> dict:
+def told(copy):
     """In a fork, as to load torch takes a third of the time."""
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         return pool.submit(use, copy).result()

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -52,7 +51,7 @@ def carried_out(folder: Path, name: str) -> str:
     return "\n".join(told)
 
 
-def test_all_are_listed_and_stored_without_outputs() -> None:
+def test_all_are_listed_and_stored_without_outputs():
     named = [*SHOWN, *SLOW]
     assert sorted(named) == sorted(path.stem for path in FOLDER.glob("*.ipynb"))
     page = (ROOT / "docs" / "how-to" / "runs.md").read_text(encoding="utf-8")
@@ -64,14 +63,14 @@ def test_all_are_listed_and_stored_without_outputs() -> None:
 
 
 @pytest.fixture(scope="module")
-def fork() -> Iterator[ProcessPoolExecutor]:
+def fork():
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         yield pool
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")  # what a process with threads is told
 @pytest.mark.parametrize("name", [*SHOWN, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
-def test_a_notebook_runs(name: str, fork: ProcessPoolExecutor, tmp_path: Path) -> None:
+def test_a_notebook_runs(name, fork, tmp_path):
     """In a fork of this process, which has loaded torch, and in which no figure is drawn."""
     pytest.importorskip("IPython", reason="IPython is not installed")
     pytest.importorskip("pandas", reason="pandas is not installed")

@@ -263,7 +263,7 @@ def test_numpys_numbers_and_arrays_are_settings_too():
         Plan(sites=np.float64(2.5))
 
 
-def test_sites_take_turns_on_a_gpu() -> None:
+def test_sites_take_turns_on_a_gpu():
     with pytest.raises(PlanError, match=r"run\.workers = 2 with run\.device"):
         Plan.parse({"run": {"device": "cuda", "workers": 2}})
 

@@ -1,7 +1,6 @@
 """What commands say of evaluations: before a run, after it, and from its ledgers."""
 
 import json
-from pathlib import Path
 
 import pytest
 from tests.privacy.test_persons import table
@@ -26,9 +25,7 @@ def five(run: dict) -> float:
     return epsilon_per_person(events, run["delta"], 5)
 
 
-def test_a_run_says_what_evaluations_cost_and_showed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_evaluations_cost_and_showed(tmp_path, capsys):
     runs.run(None, SMALL, tmp_path / "run", "local", as_json=False)
     told = " ".join(capsys.readouterr().out.split())
 
@@ -55,9 +52,7 @@ def test_a_run_says_what_evaluations_cost_and_showed(
 
 
 @pytest.mark.parametrize("person", ["", "patient_id"])
-def test_a_plan_says_beforehand_what_evaluations_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], person: str
-) -> None:
+def test_a_plan_says_beforehand_what_evaluations_cost(tmp_path, capsys, person):
     path = table(tmp_path / "t.csv")
     if not person:
         lines = [line.split(",", 1)[1] for line in path.read_text().splitlines()]
@@ -87,6 +82,6 @@ def test_a_plan_says_beforehand_what_evaluations_cost(
         (["evaluation.share=0"], "no record is held out"),
     ],
 )
-def test_incompatible_settings_are_refused(more: list[str], told: str) -> None:
+def test_incompatible_settings_are_refused(more, told):
     with pytest.raises((PlanError, DataError), match=told):
         plans.plan(None, [*SMALL, *more])

@@ -190,9 +190,7 @@ PROPOSED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("tables", "passes"), spread(PROPOSED, (None, 40.0), one_in=2), ids=str)
-def test_the_proposed_plan_has_the_stated_properties(
-    tables: dict[str, Any], passes: float | None
-) -> None:
+def test_the_proposed_plan_has_the_stated_properties(tables, passes):
     tables = {"sites": 3, "rounds": 10, **tables}
     plan = Plan.parse(tables)
     (case,) = optimise_budgets(SimulationSetup.of(plan), passes)["cases"]
@@ -251,9 +249,7 @@ def test_rounds_are_forecast_for_clipped_linear_models():
         ({"privacy": {"epsilon": 1e-6}}, None, "no noise is large enough"),
     ],
 )
-def test_a_missing_proposal_is_explained(
-    tables: dict[str, Any], passes: float | None, why: str
-) -> None:
+def test_a_missing_proposal_is_explained(tables, passes, why):
     with pytest.raises(FedpactError, match=why):
         optimise_budgets(SimulationSetup.of(Plan.parse(tables)), passes)
 

@@ -14,7 +14,7 @@ from fedpact.simulation.simulate import simulate
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A real run, so that the report is held to what runs write."""
     plan = Plan.parse(
         {
@@ -35,7 +35,7 @@ def no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def test_json_is_one_document_with_each_sites_epsilon(folder: Path) -> None:
+def test_json_is_one_document_with_each_sites_epsilon(folder):
     result = command(str(folder), "--json")
     document = json.loads(result.stdout, parse_constant=no_constant)
     assert document["summary"] == json.loads((folder / "summary.json").read_text())
@@ -52,7 +52,7 @@ def test_json_is_one_document_with_each_sites_epsilon(folder: Path) -> None:
     assert Path(document["report"]) == folder / "report.html"
 
 
-def test_the_page_is_rewritten_and_its_path_printed(folder: Path) -> None:
+def test_the_page_is_rewritten_and_its_path_printed(folder):
     page = folder / "report.html"
     page.write_text("old")
     result = command(str(folder))
@@ -63,14 +63,14 @@ def test_the_page_is_rewritten_and_its_path_printed(folder: Path) -> None:
         assert part in result.stdout
 
 
-def test_a_folder_without_a_run_is_a_data_error(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_data_error(tmp_path):
     result = command(str(tmp_path))
     assert isinstance(result.exception, DataError)
     assert "plan.json" in str(result.exception)
     assert result.stdout == ""
 
 
-def test_json_has_null_for_what_json_cannot_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_null_for_what_json_cannot_say(capsys):
     def text() -> None:
         raise AssertionError("text was asked for")
 
@@ -80,6 +80,6 @@ def test_json_has_null_for_what_json_cannot_say(capsys: pytest.CaptureFixture[st
     assert printed == {"bad": [None, [None, None]], "good": {"1": 2.5, "é": "a"}}
 
 
-def test_text_is_left_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_left_to_the_command(capsys):
     show({"a": 1}, False, lambda: print("for a reader"))
     assert capsys.readouterr().out == "for a reader\n"

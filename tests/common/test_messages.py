@@ -85,7 +85,7 @@ def bits(value: Message) -> object:
 
 @settings(max_examples=150, deadline=None)
 @given(value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]))
-def test_every_message_is_decoded_bit_for_bit(value: Message) -> None:
+def test_every_message_is_decoded_bit_for_bit(value):
     assert bits(from_bytes(to_bytes(value))) == bits(value)
 
 
@@ -111,9 +111,7 @@ def tensors(draw: st.DrawFn) -> dict[str, Tensor]:
     value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]),
     held=tensors(),
 )
-def test_block_matches_safetensors_and_length_is_known(
-    value: Message, held: dict[str, Tensor]
-) -> None:
+def test_block_matches_safetensors_and_length_is_known(value, held):
     if not isinstance(value, Refusal):
         value = dataclasses.replace(value, vectors=held)
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -126,7 +124,7 @@ def test_block_matches_safetensors_and_length_is_known(
     assert bits(from_bytes(block)) == bits(value)
 
 
-def test_the_parts_of_a_block_are_the_vectors_own_memory() -> None:
+def test_the_parts_of_a_block_are_the_vectors_own_memory():
     w = torch.arange(4.0, requires_grad=True)
     _, part = encode_parts(State({"w": w}))
     with torch.no_grad():
@@ -134,7 +132,7 @@ def test_the_parts_of_a_block_are_the_vectors_own_memory() -> None:
     assert bytes(part) == bytes(torch.tensor([0.0, 7.0, 2.0, 3.0]).numpy())
 
 
-def test_a_digest_is_that_of_the_library_s_block() -> None:
+def test_a_digest_is_that_of_the_library_s_block():
     head = dataclasses.asdict(TASK) | {"kind": "Task", "attempt": 0}
     vectors = head.pop("vectors")
     block = save(vectors, metadata={"fedpact": json.dumps(head, sort_keys=True)})
@@ -143,27 +141,27 @@ def test_a_digest_is_that_of_the_library_s_block() -> None:
     assert state.digest == hashlib.sha256(to_bytes(state)).hexdigest()[:32]
 
 
-def test_a_vector_without_a_name_for_its_type_is_not_sent() -> None:
+def test_a_vector_without_a_name_for_its_type_is_not_sent():
     for encode in (to_bytes, encoded_length):
         with pytest.raises(InputError, match=r"State.vectors\['w'\] is of torch.complex128"):
             encode(State({"w": torch.zeros(2, dtype=torch.complex128)}))
 
 
-def test_a_vector_with_the_name_of_a_blocks_own_part_is_not_sent() -> None:
+def test_a_vector_with_the_name_of_a_blocks_own_part_is_not_sent():
     for encode in (to_bytes, encoded_length):
         with pytest.raises(InputError, match=r"State\.vectors has a vector '__metadata__'"):
             encode(State({"__metadata__": torch.zeros(2)}))
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_extreme_vectors_are_decoded(dtype: torch.dtype) -> None:
+def test_extreme_vectors_are_decoded(dtype):
     info = torch.finfo(dtype)
     extreme = [math.nan, math.inf, -math.inf, -0.0, info.tiny / 4, info.max, info.eps]
     sent = State({"w": torch.tensor(extreme, dtype=dtype), "none": torch.zeros(0, dtype=dtype)})
     assert bits(from_bytes(to_bytes(sent))) == bits(sent)
 
 
-def test_shared_or_strided_vectors_are_decoded() -> None:
+def test_shared_or_strided_vectors_are_decoded():
     whole = torch.arange(12.0, requires_grad=True)
     sent = {"w": whole, "again": whole, "part": whole[3:5], "even": whole[::2]}
     back = from_bytes(to_bytes(State(sent)))
@@ -172,13 +170,13 @@ def test_shared_or_strided_vectors_are_decoded() -> None:
     assert all(torch.equal(back.vectors[name], sent[name]) for name in sent)
 
 
-def test_a_lazily_conjugated_or_negated_vector_is_decoded() -> None:
+def test_a_lazily_conjugated_or_negated_vector_is_decoded():
     waves = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     for vector in (waves.conj(), waves.conj().imag):
         assert torch.equal(from_bytes(to_bytes(State({"w": vector}))).vectors["w"], vector)  # pyright: ignore
 
 
-def test_encoding_does_not_depend_on_the_order_of_names() -> None:
+def test_encoding_does_not_depend_on_the_order_of_names():
     w, c = torch.ones(2), torch.zeros(3)
     one = State({"w": w, "c": c}, {"x": 1.0, "y": 2.0})
     other = State({"c": c, "w": w}, {"y": 2.0, "x": 1.0})
@@ -188,7 +186,7 @@ def test_encoding_does_not_depend_on_the_order_of_names() -> None:
 TASK = Task("run", 3, "fedavg", {"w": torch.tensor([1.0, 2.0])}, {"x": 1.0}, included=2, attempt=0)
 
 
-def test_a_digest_leaves_out_the_attempt_and_nothing_else() -> None:
+def test_a_digest_leaves_out_the_attempt_and_nothing_else():
     assert dataclasses.replace(TASK, attempt=7).digest == TASK.digest
     others: dict[str, Any] = {
         "run": "other",
@@ -203,7 +201,7 @@ def test_a_digest_leaves_out_the_attempt_and_nothing_else() -> None:
     assert len(digests | {TASK.digest}) == len(others) + 1
 
 
-def test_any_cut_block_is_refused() -> None:
+def test_any_cut_block_is_refused():
     block = to_bytes(TASK)
     for length in range(len(block)):
         with pytest.raises(InputError, match=f"a block of {length} bytes is not a fedpact message"):
@@ -214,14 +212,14 @@ def test_any_cut_block_is_refused() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(block=st.binary(max_size=200))
-def test_noise_is_refused(block: bytes) -> None:
+def test_noise_is_refused(block):
     with pytest.raises(InputError):
         from_bytes(block)
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_a_changed_byte_is_refused_or_gives_a_sound_message(data: st.DataObject) -> None:
+def test_a_changed_byte_is_refused_or_gives_a_sound_message(data):
     block = bytearray(to_bytes(TASK))
     place = data.draw(st.integers(0, len(block) - 1))
     block[place] ^= data.draw(st.integers(1, 255))
@@ -264,25 +262,25 @@ def block_of(head: object) -> bytes:
         {"unknown": 1},
     ],
 )
-def test_fields_of_other_types_are_refused(wrong: dict[str, Any]) -> None:
+def test_fields_of_other_types_are_refused(wrong):
     assert isinstance(from_bytes(block_of(HEAD)), Reply)
     with pytest.raises(InputError, match="not a fedpact message"):
         from_bytes(block_of(HEAD | wrong))
 
 
 @pytest.mark.parametrize("missing", ["kind", "run", "round", "site", "weight", "numbers"])
-def test_missing_fields_are_refused(missing: str) -> None:
+def test_missing_fields_are_refused(missing):
     with pytest.raises(InputError, match="not a fedpact message"):
         from_bytes(block_of({k: v for k, v in HEAD.items() if k != missing}))
 
 
 @pytest.mark.parametrize("number", [torch.tensor(1.0), "1", True, None])
-def test_values_that_are_not_numbers_are_not_sent(number: Any) -> None:
+def test_values_that_are_not_numbers_are_not_sent(number):
     with pytest.raises(InputError, match=r"State.numbers is .*'loss'.*float\(\)"):
         to_bytes(State({}, {"loss": number}))
 
 
-def test_a_record_is_one_line_and_is_read_back() -> None:
+def test_a_record_is_one_line_and_is_read_back():
     record = RoundRecord(
         round=4,
         accuracy=0.1 + 0.2,
@@ -303,7 +301,7 @@ def test_a_record_is_one_line_and_is_read_back() -> None:
     assert RoundRecord.from_json(RoundRecord(round=0).to_json()) == RoundRecord(round=0)
 
 
-def test_values_that_are_not_finite_are_strict_json() -> None:
+def test_values_that_are_not_finite_are_strict_json():
     scores = {"a": SiteScore(math.nan, math.inf, 7)}
     odd = {"psi": math.nan, "r2": -math.inf}
     record = RoundRecord(2, math.nan, 0.5, odd, scores, epsilon={"a": math.inf})
@@ -322,7 +320,7 @@ def test_values_that_are_not_finite_are_strict_json() -> None:
     assert back.epsilon == {"a": math.inf}
 
 
-def test_non_numeric_metric_invalidates_the_record() -> None:
+def test_non_numeric_metric_invalidates_the_record():
     for odd in ("text", {"a": 1}, [1]):
         line = json.dumps({**json.loads(RoundRecord(round=0).to_json()), "psi": odd})
         with pytest.raises((TypeError, ValueError)):

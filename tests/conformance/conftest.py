@@ -108,5 +108,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def federation() -> type[HandFederation]:
+def federation():
     return HandFederation

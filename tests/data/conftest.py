@@ -16,7 +16,7 @@ REAL = os.environ.get("FEDPACT_REAL_DATA")  # as FEDPACT_DATA was given: see tes
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache and no data directory, so that no test sees another's files."""
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("FEDPACT_DATA", raising=False)
@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def real_data(monkeypatch: pytest.MonkeyPatch) -> Path:
+def real_data(monkeypatch):
     """The directory of the real data sets."""
     if not REAL:
         pytest.skip("FEDPACT_DATA is not set: the real data sets are not here")
@@ -39,7 +39,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 @pytest.fixture
-def small_mnist(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+def small_mnist(monkeypatch):
     """A data set of 20 + 10 images in MNIST's place; returns its files, not yet on disk."""
     rng = np.random.default_rng(0)
     contents = {}
@@ -60,9 +60,7 @@ def put(folder: Path, contents: dict[str, bytes]) -> None:
 
 
 @pytest.fixture
-def mnist_dir(
-    small_mnist: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def mnist_dir(small_mnist, tmp_path, monkeypatch):
     """The small data set on disk; returns its folder."""
     put(tmp_path / "files" / "mnist", small_mnist)
     monkeypatch.setenv("FEDPACT_DATA", str(tmp_path / "files"))

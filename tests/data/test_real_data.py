@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,7 +129,7 @@ def test_the_natural_partition_separates_hospitals(real_data):
         assert {data.site[i] for i in indices} == {name}
 
 
-def test_every_other_file_has_its_published_checksum(real_data: Path):
+def test_every_other_file_has_its_published_checksum(real_data):
     # CIFAR-10 takes 12 s and is checked in the slow test; one batch of it above.
     for name in ("mnist", "fashion_mnist", "heart_disease"):
         source = download.SOURCES[name]

@@ -49,7 +49,7 @@ def covers(exact, rng: np.random.Generator, of: dict[str, np.ndarray], form: Sum
 
 
 @pytest.mark.parametrize("scale", [1, 20])
-def test_intervals_cover_the_exact_figures_as_often_as_stated(scale: int) -> None:
+def test_intervals_cover_the_exact_figures_as_often_as_stated(scale):
     """With 12 to 240 records of a class, and noise that leaves little of the smaller ones."""
     rng = np.random.default_rng(scale)
     hits = scale * np.array([[[9.0, 3], [2, 10]], [[12, 0], [5, 7]]])
@@ -62,7 +62,7 @@ def test_intervals_cover_the_exact_figures_as_often_as_stated(scale: int) -> Non
         assert covered["accuracy", "all"] / TRIES < MOST
 
 
-def test_without_noise_they_are_the_figures_themselves() -> None:
+def test_without_noise_they_are_the_figures_themselves():
     hits = np.array([[[9.0, 3], [2, 10]], [[12, 0], [5, 7]]])
     of = {"hits": hits, "loss": np.array([0.25 * 48])}
     found = named(estimate_figures(Sums(of, dict.fromkeys(of, 0.0)), FORM))
@@ -95,7 +95,7 @@ def counted(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dict]:
     return hits, wrong, rates
 
 
-def test_multiclass_rates_are_one_against_rest() -> None:
+def test_multiclass_rates_are_one_against_rest():
     rng = np.random.default_rng(4)
     hits, wrong, rates = counted(rng)
     settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
@@ -124,7 +124,7 @@ def area(negative: np.ndarray, positive: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(("count", "sigma"), [(60, 3.0), (1000, 3.0)])
-def test_roc_interval_covers_the_exact_area(count: int, sigma: float) -> None:
+def test_roc_interval_covers_the_exact_area(count, sigma):
     """Bins included: the exact area is of scores, the released one of a histogram."""
     rng = np.random.default_rng(count)
     negative, positive = rng.beta(2, 3, count), rng.beta(3, 2, count // 2)
@@ -141,7 +141,7 @@ def test_roc_interval_covers_the_exact_area(count: int, sigma: float) -> None:
     assert value == pytest.approx(exact, abs=0.02)
 
 
-def test_a_ratios_interval_ends_at_z_deviations() -> None:
+def test_a_ratios_interval_ends_at_z_deviations():
     """|a - θ b| = z sd(a - θ b) at both ends (Fieller), z = 1.95996 at 95 %."""
     a, b, of_a, both, of_b = 30.0, 50.0, 9.0, 4.0, 16.0
     value, low, high = estimate_ratio(a, b, (of_a, both, of_b), 0.95)
@@ -151,7 +151,7 @@ def test_a_ratios_interval_ends_at_z_deviations() -> None:
         assert abs(a - end * b) == pytest.approx(1.959964 * deviation, rel=1e-6)
 
 
-def test_each_figures_interval_counts_the_noise_of_its_sums() -> None:
+def test_each_figures_interval_counts_the_noise_of_its_sums():
     """σ² for each entry of hits and misses [groups, classes, 2] that it adds: hits, both, all."""
     hits = np.array([[[90.0, 30], [20, 100]], [[120, 10], [50, 70]]])
     of, noise = {"hits": hits, "loss": np.array([150.0])}, {"hits": 16.0, "loss": 9.0}
@@ -173,7 +173,7 @@ def test_each_figures_interval_counts_the_noise_of_its_sums() -> None:
     assert (records.low, records.high) == pytest.approx((490 - half, 490 + half))
 
 
-def test_overwhelming_noise_gives_the_full_interval() -> None:
+def test_overwhelming_noise_gives_the_full_interval():
     assert estimate_ratio(1.0, 2.0, (100.0, 100.0, 200.0), 0.95)[1:] == (0.0, 1.0)
     value, low, high = estimate_ratio(-3.0, -1.0, (1.0, 0.0, 1.0), 0.95)
     assert math.isnan(value)
@@ -182,7 +182,7 @@ def test_overwhelming_noise_gives_the_full_interval() -> None:
     assert estimate_ratio(-50.0, 100.0, (1.0, 0.0, 1.0), 0.95) == (0.0, 0.0, 1.0)
 
 
-def test_the_commonest_class_is_the_one_of_most_counts() -> None:
+def test_the_commonest_class_is_the_one_of_most_counts():
     settings = EvaluationSettings(share=0.2, releases=["hits"])
     form = SumsForm(settings, ("no", "yes"), ("a", "b"))
     # By group and class: hits and misses. Of 2 + 3 + 4 + 1 there are 3 + 5 of "yes".

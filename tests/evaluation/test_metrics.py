@@ -40,7 +40,7 @@ def score(accuracy: float) -> SiteScore:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 50, 1024])
-def test_evaluate_is_the_mean_over_the_whole_set(batch: int) -> None:
+def test_evaluate_is_the_mean_over_the_whole_set(batch):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(50, 4, generator=generator, dtype=torch.float64)
     y = torch.randint(4, (50,), generator=generator)
@@ -54,7 +54,7 @@ def test_evaluate_is_the_mean_over_the_whole_set(batch: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 8)])
-def test_images_are_evaluated_as_the_model_computes_them(shape: tuple[int, ...]) -> None:
+def test_images_are_evaluated_as_the_model_computes_them(shape):
     """Their memory format is another for the while: the same scores, and weights as they were."""
     torch.manual_seed(0)
     module = nn.Sequential(
@@ -91,7 +91,7 @@ class ByMemory(nn.Module):
 @pytest.mark.parametrize(
     ("way", "nested"), [("view", True), ("parts", False), ("as_strided", False)]
 )
-def test_a_custom_model_gets_images_in_their_usual_layout(way: str, nested: bool) -> None:
+def test_a_custom_model_gets_images_in_their_usual_layout(way, nested):
     """What torch's own layers take is no business of code that looks at memory."""
     torch.manual_seed(0)
     module: nn.Module = ByMemory(way).double()
@@ -108,7 +108,7 @@ def test_a_custom_model_gets_images_in_their_usual_layout(way: str, nested: bool
 
 
 @pytest.mark.parametrize("rows", [3, 1])
-def test_model_that_overwrites_its_test_data_is_refused(rows: int) -> None:
+def test_model_that_overwrites_its_test_data_is_refused(rows):
     """Even where nothing changes, in one batch out of several; a later layer may write."""
     x, y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
     for first in (nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)):
@@ -119,7 +119,7 @@ def test_model_that_overwrites_its_test_data_is_refused(rows: int) -> None:
     assert evaluate(later, cross_entropy, x, y, batch=rows).records == 3
 
 
-def test_sum_is_taken_in_double_precision() -> None:
+def test_sum_is_taken_in_double_precision():
     # In float32, 2^24 + 1 = 2^24: a float32 sum over batches would lose the small losses.
     x = torch.tensor([[2.0**12.5]] + [[math.sqrt(2)]] * 1000)
     each = squared_error(x, torch.zeros(1001)).double()
@@ -127,27 +127,27 @@ def test_sum_is_taken_in_double_precision() -> None:
     assert found.loss == pytest.approx(float(each.sum()) / 1001, rel=1e-14)
 
 
-def test_sequences_count_positions() -> None:
+def test_sequences_count_positions():
     scores = torch.eye(3)[torch.tensor([[0, 1], [2, 2]])]
     found = evaluate(Scores(), cross_entropy, scores, torch.tensor([[0, 1], [2, 0]]))
     assert found.accuracy == 0.75
     assert found.records == 2
 
 
-def test_a_number_instead_of_class_scores_has_no_accuracy() -> None:
+def test_a_number_instead_of_class_scores_has_no_accuracy():
     found = evaluate(Scores(), squared_error, torch.full((3, 1), 2.0), torch.zeros(3))
     assert math.isnan(found.accuracy)
     assert found.loss == 2.0
 
 
-def test_a_diverged_model_is_wrong_and_its_loss_is_reported() -> None:
+def test_a_diverged_model_is_wrong_and_its_loss_is_reported():
     y = torch.zeros(4, dtype=torch.int64)
     found = evaluate(Scores(), cross_entropy, torch.full((4, 3), math.nan), y)
     assert found.accuracy == 0.0
     assert math.isnan(found.loss)
 
 
-def test_evaluates_in_evaluation_mode_and_restores_every_mode() -> None:
+def test_evaluates_in_evaluation_mode_and_restores_every_mode():
     module = nn.Sequential(nn.Dropout(1.0), nn.Dropout(1.0))
     module[1].eval()
     x, y = torch.eye(3), torch.arange(3)
@@ -155,7 +155,7 @@ def test_evaluates_in_evaluation_mode_and_restores_every_mode() -> None:
     assert [part.training for part in module.modules()] == [True, True, False]
 
 
-def test_leaves_no_gradient_behind() -> None:
+def test_leaves_no_gradient_behind():
     module = nn.Linear(3, 2)
     seen: list[bool] = []
 
@@ -168,15 +168,13 @@ def test_leaves_no_gradient_behind() -> None:
 
 
 @pytest.mark.parametrize(("x", "y"), [((0, 2), 0), ((3, 2), 4)])
-def test_evaluate_refuses_no_records_and_unequal_lengths(x: tuple[int, int], y: int) -> None:
+def test_evaluate_refuses_no_records_and_unequal_lengths(x, y):
     with pytest.raises(InputError, match=f"x has {x[0]} records and y has {y}"):
         evaluate(Scores(), cross_entropy, torch.zeros(x), torch.zeros(y, dtype=torch.int64))
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 100)), min_size=1, max_size=20))
-def test_psi_is_the_weighted_second_moment_less_the_squared_mean(
-    sites: list[tuple[float, float]],
-) -> None:
+def test_psi_is_the_weighted_second_moment_less_the_squared_mean(sites):
     total = math.fsum(n for _, n in sites)
     mean = math.fsum(n / total * f for f, n in sites)
     square = math.fsum(n / total * f * f for f, n in sites)
@@ -185,7 +183,7 @@ def test_psi_is_the_weighted_second_moment_less_the_squared_mean(
 
 
 @given(st.floats(0, 1e300), st.lists(st.floats(0.01, 1e300), min_size=1, max_size=9))
-def test_psi_of_equal_losses_is_exactly_zero(loss: float, weights: list[float]) -> None:
+def test_psi_of_equal_losses_is_exactly_zero(loss, weights):
     assert psi([loss] * len(weights), weights) == 0.0
 
 
@@ -193,15 +191,15 @@ def test_psi_of_equal_losses_is_exactly_zero(loss: float, weights: list[float]) 
     ("f", "expected"),
     [([1.0, math.inf], math.inf), ([1.0, math.nan], math.nan), ([math.inf, math.nan], math.nan)],
 )
-def test_psi_reports_a_lost_site(f: list[float], expected: float) -> None:
+def test_psi_reports_a_lost_site(f, expected):
     assert psi(f, [1, 1]) == pytest.approx(expected, nan_ok=True)
 
 
-def test_psi_leaves_out_a_site_without_weight() -> None:
+def test_psi_leaves_out_a_site_without_weight():
     assert psi([1.0, math.nan, 3.0], [1, 0, 1]) == 1.0
 
 
-def test_psi_beyond_the_largest_number_is_infinite() -> None:
+def test_psi_beyond_the_largest_number_is_infinite():
     assert psi([1e300, 0.0], [1, 1]) == math.inf
     assert psi([1.7e308, -1.7e308], [1, 1]) == math.inf
     assert psi([0.0, 2.0], [1.7e308, 1.7e308]) == 1.0
@@ -211,13 +209,13 @@ def test_psi_beyond_the_largest_number_is_infinite() -> None:
     ("f", "weights"),
     [([], []), ([1.0], [1, 2]), ([1.0], [0]), ([1.0], [math.nan]), ([1.0, 1.0], [2, -1])],
 )
-def test_psi_refuses_invalid_weights(f: list[float], weights: list[float]) -> None:
+def test_psi_refuses_invalid_weights(f, weights):
     with pytest.raises(InputError, match="weights"):
         psi(f, weights)
 
 
 @given(st.lists(st.floats(0, 1, allow_subnormal=False), min_size=1, max_size=20), st.data())
-def test_entropy_obeys_the_chain_rule(values: list[float], data: st.DataObject) -> None:
+def test_entropy_obeys_the_chain_rule(values, data):
     # H(all) = H(shares of the two groups) + Σ share · H(within the group).
     cut = data.draw(st.integers(0, len(values)))
     groups = [group for group in (values[:cut], values[cut:]) if sum(group) > 1e-6]
@@ -230,20 +228,20 @@ def test_entropy_obeys_the_chain_rule(values: list[float], data: st.DataObject) 
     assert entropy(values) == pytest.approx(between + within, abs=1e-9)
 
 
-def test_entropy_of_equal_values_is_exactly_log_n() -> None:
+def test_entropy_of_equal_values_is_exactly_log_n():
     assert entropy([0.0] * 7) == entropy([0.3] * 7) == entropy([1.7e308] * 7) == math.log(7)
     assert entropy([0.0, 0.25, 0.0]) == 0.0
     assert math.isnan(entropy([0.5, math.nan]))
 
 
 @pytest.mark.parametrize("values", [[], [-0.1, 0.5], [math.inf, 0.5]])
-def test_entropy_refuses_what_has_no_shares(values: list[float]) -> None:
+def test_entropy_refuses_what_has_no_shares(values):
     with pytest.raises(InputError, match="the entropy of"):
         entropy(values)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
-def test_fairness_is_of_the_accuracies_whatever_the_sizes(accuracies: list[float]) -> None:
+def test_fairness_is_of_the_accuracies_whatever_the_sizes(accuracies):
     scores = {f"s{i:02}": SiteScore(a, 0.0, 10**i % 97 + 1) for i, a in enumerate(accuracies)}
     found = fairness(scores)
     mean = math.fsum(accuracies) / len(accuracies)
@@ -253,13 +251,13 @@ def test_fairness_is_of_the_accuracies_whatever_the_sizes(accuracies: list[float
 
 
 @pytest.mark.parametrize(("sites", "worst"), [(1, 1), (10, 1), (11, 2), (1000, 100)])
-def test_worst_tenth_is_rounded_up_to_whole_sites(sites: int, worst: int) -> None:
+def test_worst_tenth_is_rounded_up_to_whole_sites(sites, worst):
     # Accuracy i / sites for i = 0, 1, ...: the worst m have the mean (m - 1) / 2 / sites.
     found = fairness({str(i): score(i / sites) for i in range(sites)})
     assert found["worst_tenth"] == pytest.approx((worst - 1) / 2 / sites, rel=1e-12)
 
 
-def test_a_site_without_a_number_ranks_worst_and_shows() -> None:
+def test_a_site_without_a_number_ranks_worst_and_shows():
     scores = {"b": score(0.5), "a": score(0.5), "lost": score(math.nan)}
     assert ranking(scores) == ["lost", "a", "b"]
     assert fairness(scores)["worst_site"] == "lost"
@@ -267,12 +265,12 @@ def test_a_site_without_a_number_ranks_worst_and_shows() -> None:
     assert math.isnan(fairness(scores)["entropy"])
 
 
-def test_fairness_refuses_no_sites() -> None:
+def test_fairness_refuses_no_sites():
     with pytest.raises(InputError, match="no site has a score"):
         fairness({})
 
 
-def test_evaluate_reads_two_numbers_however_many_batches() -> None:
+def test_evaluate_reads_two_numbers_however_many_batches():
     x, y = torch.randn(50, 4), torch.arange(50) % 4
     with Reads() as reads:
         evaluate(Scores(), cross_entropy, x, y, 10)

@@ -33,7 +33,7 @@ def once_of(settings: EvaluationSettings, rounds: int, spare: int = 0) -> FullDa
 
 
 @pytest.mark.parametrize(("unit", "size"), [("record", 60), ("person", 600)])
-def test_released_intervals_cover_at_the_stated_level(unit: str, size: int) -> None:
+def test_released_intervals_cover_at_the_stated_level(unit, size):
     """From held-out records to figures, with the noise of a deployment."""
     settings = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], loss_bound=2.0)
     form, once = SumsForm(settings, ("no", "yes"), ("a", "b"), unit), once_of(settings, 1)
@@ -69,9 +69,7 @@ def plain(sums: dict[str, Tensor]) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0])
 @pytest.mark.parametrize(("every", "spare"), [(0, 0), (3, 0), (1, 5)])
-def test_all_evaluations_together_cost_what_they_were_given(
-    epsilon: float, every: int, spare: int
-) -> None:
+def test_all_evaluations_together_cost_what_they_were_given(epsilon, every, spare):
     """By the Gaussian mechanism's own formula (Balle and Wang, 2018), of n times m channels."""
     settings = EvaluationSettings(
         share=0.2, every=every, epsilon=epsilon, delta=1e-6, releases=["hits", "loss"]
@@ -85,7 +83,7 @@ def test_all_evaluations_together_cost_what_they_were_given(
     assert 0.9e-6 < delta <= 1e-6
 
 
-def test_half_the_noise_would_be_detected() -> None:
+def test_half_the_noise_would_be_detected():
     """The coverage test above can fail: intervals for half the deviation do not hold."""
     rng, covered = np.random.default_rng(5), 0
     settings = EvaluationSettings(share=0.2, releases=["hits"])

@@ -15,7 +15,7 @@ def records(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(2, (count,), generator=seeded_generator("labels"))
 
 
-def test_one_record_more_moves_no_other() -> None:
+def test_one_record_more_moves_no_other():
     x, y = records(200)
     whole = hold_out(x, y, 0.3, KEY)
     for out in (0, 100, 199):
@@ -26,14 +26,14 @@ def test_one_record_more_moves_no_other() -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
-def test_about_so_many_are_held_out(share: float) -> None:
+def test_about_so_many_are_held_out(share):
     """5 deviations of a binomial count: outside once in 10^6."""
     x, y = records(4000)
     count = int(hold_out(x, y, share, KEY).sum())
     assert abs(count - 4000 * share) < 5 * (4000 * share * (1 - share)) ** 0.5
 
 
-def test_a_person_is_on_one_side_regardless_of_others() -> None:
+def test_a_person_is_on_one_side_regardless_of_others():
     x, y = records(300)
     names = [f"p{i % 100}" for i in range(300)]
     whole = hold_out(x, y, 0.4, KEY, names)
@@ -50,11 +50,11 @@ def test_a_person_is_on_one_side_regardless_of_others() -> None:
     assert hold_out(x[:0], y[:0], 0.4, KEY, []).shape == (0,)
 
 
-def test_a_site_without_records_holds_none_out() -> None:
+def test_a_site_without_records_holds_none_out():
     assert hold_out(torch.zeros(0, 1, 8, 8), torch.zeros(0).long(), 0.3, KEY).shape == (0,)
 
 
-def test_label_key_and_share_decide_too() -> None:
+def test_label_key_and_share_decide_too():
     x, y = records(1000)
     whole = hold_out(x, y, 0.5, KEY)
     assert not torch.equal(hold_out(x, 1 - y, 0.5, KEY), whole)

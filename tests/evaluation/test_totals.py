@@ -45,7 +45,7 @@ def by_hand(one: HeldOut, w: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"hits": hits, "roc": roc, "loss": torch.tensor([loss])}
 
 
-def test_they_are_what_counting_gives() -> None:
+def test_they_are_what_counting_gives():
     w, one = torch.randn(8, generator=seeded_generator("w")), held(50)
     found, expected = one.totals(FORM, kernel(), w), by_hand(one, w)
     assert torch.equal(found["hits"], expected["hits"].double().reshape(-1))
@@ -58,7 +58,7 @@ def test_they_are_what_counting_gives() -> None:
     }
 
 
-def test_false_positives_are_misses_by_the_class_that_is_said() -> None:
+def test_false_positives_are_misses_by_the_class_that_is_said():
     settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
     form = SumsForm(settings, ("x", "y", "z"), ("a", "b", "c"))
     used = PerSampleKernel(FlatModel(nn.Linear(3, 3)), cross_entropy)
@@ -76,13 +76,13 @@ def test_false_positives_are_misses_by_the_class_that_is_said() -> None:
         assert part(one, torch.arange(50) == out).totals(form, used, w)["false_positives"].sum() < 2
 
 
-def test_they_say_nothing_more_of_two_classes() -> None:
+def test_they_say_nothing_more_of_two_classes():
     settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
     with pytest.raises(PlanError, match="there are 2 classes"):
         form_of(settings, ("no", "yes"), None, "record")
 
 
-def test_one_record_moves_each_channel_by_at_most_one() -> None:
+def test_one_record_moves_each_channel_by_at_most_one():
     """And the other records' parts are as they were, to the last bit."""
     w, one, used = torch.randn(8, generator=seeded_generator("w")), held(60), kernel()
     whole = one.totals(FORM, used, w)
@@ -95,7 +95,7 @@ def test_one_record_moves_each_channel_by_at_most_one() -> None:
             assert alone[channel].norm() <= 1
 
 
-def test_person_moves_each_channel_by_at_most_one() -> None:
+def test_person_moves_each_channel_by_at_most_one():
     w, one, used = torch.randn(8, generator=seeded_generator("w")), held(60), kernel()
     whose = torch.cat(
         [torch.zeros(40), torch.arange(1, 8), torch.arange(1, 8), torch.full((6,), 3)]
@@ -120,7 +120,7 @@ def test_person_moves_each_channel_by_at_most_one() -> None:
     assert replace(one, persons=None).totals(form, used, w)["hits"].sum() == 60
 
 
-def test_whatever_a_record_does_it_is_one_record() -> None:
+def test_whatever_a_record_does_it_is_one_record():
     w, one = torch.randn(8, generator=seeded_generator("w")), held(3)
     one.x[1] = torch.inf
     found = one.totals(FORM, kernel(), w)
@@ -133,11 +133,11 @@ def test_whatever_a_record_does_it_is_one_record() -> None:
     }
 
 
-def test_a_roc_curve_is_of_two_classes() -> None:
+def test_a_roc_curve_is_of_two_classes():
     with pytest.raises(PlanError, match="3 classes"):
         form_of(SETTINGS, ("a", "b", "c"), None, "record")
 
 
-def test_groups_are_declared_categories_of_a_column() -> None:
+def test_groups_are_declared_categories_of_a_column():
     groups = Grouping(column=1, values=(0.0, 1.0), names=("f", "m"))
     assert groups.of(torch.tensor([[9.0, 1.0], [9.0, 0.0]])).tolist() == [1, 0]

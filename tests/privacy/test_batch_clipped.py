@@ -73,7 +73,7 @@ KERNELS = {kind: linear(2, dtype=kind) for kind in (torch.float32, torch.float64
 
 @given(rows=st.lists(ROW, max_size=6), row=ROW, dtype=st.sampled_from(["float32", "float64"]))
 @settings(deadline=None, max_examples=100)
-def test_one_record_moves_the_release_by_2c_at_most(rows, row, dtype) -> None:
+def test_one_record_moves_the_release_by_2c_at_most(rows, row, dtype):
     """Before noise, on one batch (q = 1); from the empty batch on."""
     kind = getattr(torch, dtype)
     x = torch.tensor([*rows, row], dtype=kind)
@@ -87,19 +87,19 @@ def test_one_record_moves_the_release_by_2c_at_most(rows, row, dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [[1.0], [1.0] * 9, [0.5, 2.0, 0.6]])
-def test_2c_is_attained_so_that_nothing_less_will_do(rows) -> None:
+def test_2c_is_attained_so_that_nothing_less_will_do(rows):
     """A record that turns the mean round: from +C to -C."""
     away = release(records([*rows, -100.0])) - release(records(rows))
     assert sensitivity("batch_clipped", "gradient") == 2.0
     assert float(away.abs()) == pytest.approx(2 * CLIP, rel=2e-6)
 
 
-def test_one_record_alone_moves_the_empty_batch_by_c() -> None:
+def test_one_record_alone_moves_the_empty_batch_by_c():
     assert torch.equal(release(records(torch.zeros(0, 1))), torch.zeros(1).double())
     assert float(release(records([-3.0]))) == pytest.approx(-CLIP, rel=2e-6)
 
 
-def test_clipping_one_by_one_has_half_the_sensitivity() -> None:
+def test_clipping_one_by_one_has_half_the_sensitivity():
     """The same records under per-sample clipping: C, so the two are not to be mixed up."""
     model = FlatModel(nn.Linear(1, 1, bias=False, dtype=torch.float64))
     terms = dataclasses.replace(TERMS, mechanism="per_sample", size=1.0)
@@ -116,7 +116,7 @@ def test_clipping_one_by_one_has_half_the_sensitivity() -> None:
 @pytest.mark.parametrize(
     ("size", "clip", "dtype"), [(1.0, CLIP, torch.float64), (40.0, 1e4, torch.float32)]
 )
-def test_the_release_is_the_clipped_mean_of_the_batch_plus_noise(size, clip, dtype) -> None:
+def test_the_release_is_the_clipped_mean_of_the_batch_plus_noise(size, clip, dtype):
     """Over the realised batch size, whatever the declared one."""
     held = records((torch.arange(30.0).reshape(10, 3) / 20 - 0.6) * clip, dtype)
     terms = dataclasses.replace(TERMS, rate=0.3, size=size, clip=clip, sigmas={"gradient": 1.5})
@@ -134,7 +134,7 @@ def test_the_release_is_the_clipped_mean_of_the_batch_plus_noise(size, clip, dty
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
-def test_a_record_that_is_not_finite_adds_nothing_to_the_mean(value: float) -> None:
+def test_a_record_that_is_not_finite_adds_nothing_to_the_mean(value):
     """It is in the batch's size all the same; a batch of nothing else is nothing but noise."""
     half = records([[0.25, 0.5], [value, value]])
     assert torch.equal(release(half), torch.tensor([0.125, 0.25]).double())
@@ -145,7 +145,7 @@ def test_a_record_that_is_not_finite_adds_nothing_to_the_mean(value: float) -> N
     torch.testing.assert_close(release(held, terms), 1.5 * CLIP * noise, rtol=1e-12, atol=0)
 
 
-def test_without_noise_and_clip_it_is_the_plain_mean() -> None:
+def test_without_noise_and_clip_it_is_the_plain_mean():
     """At q = 1 the plain oracle's divisor q N is the number of records."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, 3, generator=generator, dtype=torch.float64)
@@ -193,9 +193,7 @@ def recount(rate: float, multiplier: float, steps: int, accountant: Accountant) 
 @pytest.mark.parametrize(
     ("accountant", "rate", "steps"), [("rdp", 0.015, 300), ("pld", 0.25, 40), ("pld", 1.0, 10)]
 )
-def test_calibration_spends_the_budget_at_half_of_sigma(
-    accountant: Accountant, rate: float, steps: int
-) -> None:
+def test_calibration_spends_the_budget_at_half_of_sigma(accountant, rate, steps):
     asked = {**COMMON, "rate": rate, "steps": steps, "accountant": accountant}
     terms = calibrated(**asked)
     sigma = terms.sigmas["gradient"]
@@ -210,7 +208,7 @@ def test_calibration_spends_the_budget_at_half_of_sigma(
     assert (given.sigmas, given.steps, given.event) == (terms.sigmas, steps, terms.event)
 
 
-def test_other_channels_on_the_batch_keep_their_own_sensitivity() -> None:
+def test_other_channels_on_the_batch_keep_their_own_sensitivity():
     terms = with_noise(
         **COMMON | {"sigmas": {"gradient": 1.0, "loss": 2.5, "below": 10.0}},
         sigma=4.0,
@@ -223,7 +221,7 @@ def test_other_channels_on_the_batch_keep_their_own_sensitivity() -> None:
     assert least <= whole.event.sigma <= least * (1 + 1e-12)
 
 
-def test_a_channel_without_a_known_sensitivity_is_refused() -> None:
+def test_a_channel_without_a_known_sensitivity_is_refused():
     for sigmas in ({"gradient": 1.0, "difference": 1.0}, {"difference": 1.0}):
         with pytest.raises(PlanError, match="'difference' has no known sensitivity"):
             dataclasses.replace(TERMS, sigmas=sigmas)
@@ -231,7 +229,7 @@ def test_a_channel_without_a_known_sensitivity_is_refused() -> None:
             calibrated(**COMMON | {"sigmas": sigmas}, accountant="best")
 
 
-def test_policys_smallest_sigma_applies_to_the_multiplier() -> None:
+def test_policys_smallest_sigma_applies_to_the_multiplier():
     allowed = {"algorithms": ("x",), "releases": ("gradient",), "smallest_sigma": 1.0}
     most = dict.fromkeys(("epsilon_per_run", "epsilon_ever"), 9.0)
     policy = Policy(**allowed, **most, **dict.fromkeys(("delta_per_run", "delta_ever"), 1e-3))
@@ -243,14 +241,14 @@ def test_policys_smallest_sigma_applies_to_the_multiplier() -> None:
 # What is refused
 
 
-def test_weights_of_records_are_refused() -> None:
+def test_weights_of_records_are_refused():
     oracle = PrivateOracle(records([1.0]), linear(1), TERMS, DRAWS, free)
     batch = next(oracle.batches(1, "gradient"))
     with pytest.raises(PolicyRefused, match="there is no clip per record"):
         batch.gradient(torch.zeros(1).double(), Fair(0.1, 0.0))
 
 
-def test_a_plan_that_weights_records_is_refused_at_the_start() -> None:
+def test_a_plan_that_weights_records_is_refused_at_the_start():
     raw = {"algorithm": "fedfdp", "privacy": {"mode": "batch_clipped"}}
     with pytest.raises(PlanError, match="weights each record within its clip"):
         Plan.parse(raw)
@@ -262,13 +260,13 @@ def test_a_plan_that_weights_records_is_refused_at_the_start() -> None:
     ("mechanism", "kernel"),
     [("per_sample", BatchClippedKernel), ("batch_clipped", PerSampleKernel)],
 )
-def test_kernel_with_other_clipping_releases_nothing(mechanism: Any, kernel: Any) -> None:
+def test_kernel_with_other_clipping_releases_nothing(mechanism, kernel):
     made = kernel(FlatModel(nn.Linear(1, 1, bias=False, dtype=torch.float64)), itself)
     with pytest.raises(AttributeError):
         release(records([1.0]), dataclasses.replace(TERMS, mechanism=mechanism), made)
 
 
-def test_batch_norm_is_refused() -> None:
+def test_batch_norm_is_refused():
     model = FlatModel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     with pytest.raises(ModelError, match="BatchNorm1d"):
         BatchClippedKernel(model, itself)
@@ -286,12 +284,12 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-def test_a_model_that_keeps_what_it_saw_is_refused() -> None:
+def test_a_model_that_keeps_what_it_saw_is_refused():
     with pytest.raises(ModelError, match="a pass changes seen"):
         BatchClippedKernel(FlatModel(Counting()), itself).verify(torch.ones(3, 2), torch.ones(3))
 
 
-def test_python_state_from_a_batch_enters_no_other_batch() -> None:
+def test_python_state_from_a_batch_enters_no_other_batch():
     """A loss that turns round once it has seen a record: sampling would save nothing against it."""
     seen: list[float] = []
 
@@ -310,6 +308,6 @@ def test_python_state_from_a_batch_enters_no_other_batch() -> None:
     assert torch.equal(kernel.clipped_mean(x, y, 1.0), before)
 
 
-def test_weights_too_coarse_to_clip_by_are_refused() -> None:
+def test_weights_too_coarse_to_clip_by_are_refused():
     with pytest.raises(InputError, match="float16"):
         linear(2, dtype=torch.float16)

@@ -27,7 +27,7 @@ def delta_of(mu: float, eps: float) -> float:
 
 @pytest.mark.parametrize("times", [1, 7])
 @pytest.mark.parametrize("budget", [Budget(0.5, 1e-5), Budget(2.0, 1e-6)])
-def test_it_costs_the_given_budget(times: int, budget: Budget) -> None:
+def test_it_costs_the_given_budget(times, budget):
     """By the closed form: m channels with σ and n releases are one Gaussian with μ = √(mn) / σ."""
     found = FullDataRelease.within("evaluation", BOUNDS, times, budget)
     mu = math.sqrt(3 * times) / found.sigma
@@ -37,7 +37,7 @@ def test_it_costs_the_given_budget(times: int, budget: Budget) -> None:
     assert found.event.q == 1.0
 
 
-def test_it_is_charged_before_a_record_is_read() -> None:
+def test_it_is_charged_before_a_record_is_read():
     order: list[object] = []
 
     def sums() -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def test_it_is_charged_before_a_record_is_read() -> None:
 
 
 @pytest.mark.parametrize("draws", [SeededDraws(3), SecureDraws()])
-def test_each_channel_has_its_own_noise_and_unit(draws: SeededDraws) -> None:
+def test_each_channel_has_its_own_noise_and_unit(draws):
     """Of 40,000 numbers the deviation is within 1.5 %: outside once in 10^5 runs (χ²)."""
     once = FullDataRelease("evaluation", {"a": 1.0, "b": 3.0}, 2.0, 1, Budget(1.0, 1e-5))
     zeros = {name: torch.zeros(40_000, dtype=torch.float64) for name in once.bounds}
@@ -72,7 +72,7 @@ def test_each_channel_has_its_own_noise_and_unit(draws: SeededDraws) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"sigma": 0.0}, {"sigma": math.nan}, {"times": 0}])
-def test_invalid_terms_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_terms_are_refused(wrong):
     fields = {"name": "evaluation", "bounds": BOUNDS, "sigma": 1.0, "times": 1}
     with pytest.raises(InputError):
         FullDataRelease(**{**fields, "budget": Budget(1.0, 1e-5), **wrong})  # pyright: ignore[reportArgumentType]

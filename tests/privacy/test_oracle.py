@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -77,9 +76,7 @@ def chosen(step: int, held: Records) -> Tensor:
     ("weighting", "bound"),
     [(Uniform(), 0.5), (Fair(2.0, 0.7), 1e-3), (Fair(0.0, 0.7), 0.1), (Fair(1e300, 0.0), 0.5)],
 )
-def test_gradient_is_noisy_clipped_sum_over_expected_size(
-    weighting: Uniform | Fair, bound: float
-) -> None:
+def test_gradient_is_noisy_clipped_sum_over_expected_size(weighting, bound):
     held, w, terms = records(), point(8), dataclasses.replace(TERMS, clip=bound)
     losses, rows = each(held, w)
     norms = rows.norm(dim=1)
@@ -96,7 +93,7 @@ def test_gradient_is_noisy_clipped_sum_over_expected_size(
         assert torch.allclose(batch.gradient(w, weighting), total / (0.3 * 40), rtol=0, atol=1e-12)
 
 
-def test_one_record_moves_a_loss_sum_by_at_most_its_bound() -> None:
+def test_one_record_moves_a_loss_sum_by_at_most_its_bound():
     """S(D + r) - S(D), of one noise, to 10^-9 of the bound; float32 is off by 10^-3."""
     many, bound = 300_000, 0.7
     x = torch.randn(many, 3, generator=seeded_generator("x"), dtype=torch.float32)
@@ -112,7 +109,7 @@ def test_one_record_moves_a_loss_sum_by_at_most_its_bound() -> None:
     assert sums[1] - sums[0] == pytest.approx(float(own), abs=1e-9)
 
 
-def test_loss_is_noisy_clipped_sum_over_expected_size() -> None:
+def test_loss_is_noisy_clipped_sum_over_expected_size():
     held, w, bound = records(), point(8), 0.6
     losses, _ = each(held, w)
     assert (losses > bound).any()
@@ -123,7 +120,7 @@ def test_loss_is_noisy_clipped_sum_over_expected_size() -> None:
 
 
 @pytest.mark.parametrize("bound", [1e-306, 2.0**-101, 2.0**101, math.inf, math.nan, 0.0, -1.0])
-def test_a_bound_that_has_no_digits_is_refused(bound) -> None:
+def test_a_bound_that_has_no_digits_is_refused(bound):
     batch = next(iter(private(records()).batches(1, "loss", "below")))
     # A count has digits for any bound that is a number.
     for release in (batch.loss,) if 0 < bound < math.inf else (batch.loss, batch.below):
@@ -131,7 +128,7 @@ def test_a_bound_that_has_no_digits_is_refused(bound) -> None:
             release(point(8), bound)
 
 
-def test_the_share_below_is_a_sum_of_halves_plus_noise() -> None:
+def test_the_share_below_is_a_sum_of_halves_plus_noise():
     held, w, bound = records(), point(8), 0.6
     losses, _ = each(held, w)
     for step, batch in enumerate(private(held).batches(4, "below")):
@@ -141,7 +138,7 @@ def test_the_share_below_is_a_sum_of_halves_plus_noise() -> None:
         assert batch.below(w, bound) == pytest.approx(total / (0.3 * 40) + 0.5, rel=1e-12)
 
 
-def test_losses_below_zero_count_as_zero() -> None:
+def test_losses_below_zero_count_as_zero():
     def negative(outputs: Tensor, y: Tensor, /) -> Tensor:
         return -cross_entropy(outputs, y)
 
@@ -152,7 +149,7 @@ def test_losses_below_zero_count_as_zero() -> None:
     assert batch.loss(point(8), 0.6) == pytest.approx(4.0 * 0.6 * noise / 12, rel=1e-12)
 
 
-def test_the_divisor_is_the_declared_size_whatever_the_true_one() -> None:
+def test_the_divisor_is_the_declared_size_whatever_the_true_one():
     held, w = records(), point(8)
     assert each(held, w)[1].norm(dim=1).max() < 50
     # A clip that nobody reaches: what the oracle takes off it follows from the declared size.
@@ -166,7 +163,7 @@ def test_the_divisor_is_the_declared_size_whatever_the_true_one() -> None:
 
 
 @pytest.mark.parametrize("held", [records(0), records(3)])
-def test_an_empty_batch_yields_noise_alone(held: Records) -> None:
+def test_an_empty_batch_yields_noise_alone(held):
     terms = dataclasses.replace(TERMS, rate=1e-12)
     w, expected = point(8), 40 * 1e-12
     batch = next(private(held, terms).batches(1, *SIGMAS))
@@ -179,7 +176,7 @@ def test_an_empty_batch_yields_noise_alone(held: Records) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
-def test_a_record_that_is_not_finite_adds_nothing(value: float) -> None:
+def test_a_record_that_is_not_finite_adds_nothing(value):
     terms = dataclasses.replace(TERMS, rate=1.0)
     held, w = records(), point(8)
     spoilt = held.x.clone()
@@ -196,7 +193,7 @@ def test_a_record_that_is_not_finite_adds_nothing(value: float) -> None:
     assert torch.allclose(found, without.gradient(w), rtol=1e-12)
 
 
-def test_a_model_that_has_diverged_releases_noise_alone() -> None:
+def test_a_model_that_has_diverged_releases_noise_alone():
     held, w = records(), torch.full((8,), math.nan, dtype=torch.float64)
     batch = next(private(held).batches(1, *SIGMAS))
     assert torch.allclose(batch.gradient(w), 0.75 * DRAWS.gaussian(8, w, 0, "gradient") / 12)
@@ -210,7 +207,7 @@ def test_a_model_that_has_diverged_releases_noise_alone() -> None:
 @pytest.mark.parametrize(
     ("clip", "dtype"), [(1e-3, torch.float32), (1e4, torch.float32), (1e4, torch.float64)]
 )
-def test_noise_is_sigma_clip_in_either_precision(clip: float, dtype: torch.dtype) -> None:
+def test_noise_is_sigma_clip_in_either_precision(clip, dtype):
     """Beside the sum without noise, which is far smaller than it at a declared size of 10^6."""
     held, w = Records(records().x.to(dtype), records().y), point(8).to(dtype)
     found = []
@@ -240,7 +237,7 @@ class Refusing:
         raise AssertionError(f"{name} was used before the charge")
 
 
-def test_nothing_is_drawn_or_read_before_the_charge() -> None:
+def test_nothing_is_drawn_or_read_before_the_charge():
     def broke(*_: object) -> NoReturn:
         raise BudgetExhausted("spent")
 
@@ -250,7 +247,7 @@ def test_nothing_is_drawn_or_read_before_the_charge() -> None:
             next(oracle.batches(1, "gradient"))
 
 
-def test_all_steps_are_charged_before_the_first_batch_is_drawn() -> None:
+def test_all_steps_are_charged_before_the_first_batch_is_drawn():
     log: list[object] = []
 
     class Logged(SeededDraws):
@@ -270,7 +267,7 @@ def test_all_steps_are_charged_before_the_first_batch_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("chosen", [[1, 3], [], [0, 1, 2, 3]])
-def test_records_are_copies_of_those_of_the_indices(chosen: list[int]) -> None:
+def test_records_are_copies_of_those_of_the_indices(chosen):
     """Whoever writes over them, a model or a loss, leaves the site's own as they are."""
     rows = torch.arange(12.0).view(4, 3)
     records = Records(rows.clone(), torch.arange(4))
@@ -302,7 +299,7 @@ class Branching(nn.Module):
         (Branching(), "records"),
     ],
 )
-def test_a_full_batch_is_not_copied_and_left_unchanged(module: nn.Module, way: str) -> None:
+def test_a_full_batch_is_not_copied_and_left_unchanged(module, way):
     held = records(70)
     before = held.x.clone(), held.y.clone()
     terms = dataclasses.replace(TERMS, rate=1.0, sigmas={**SIGMAS, "difference": 2.0})
@@ -319,7 +316,7 @@ def test_a_full_batch_is_not_copied_and_left_unchanged(module: nn.Module, way: s
     assert oracle._kernel.way(held.x, held.y) == way
 
 
-def test_a_batch_that_is_clipped_as_a_whole_is_a_copy() -> None:
+def test_a_batch_that_is_clipped_as_a_whole_is_a_copy():
     """Its model is any, and may write over what it is given."""
     held = records(8)
     before = held.x.clone()
@@ -334,7 +331,7 @@ def test_a_batch_that_is_clipped_as_a_whole_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 1.0, math.nan])
-def test_an_invalid_count_is_refused_before_the_charge(count: Any) -> None:
+def test_an_invalid_count_is_refused_before_the_charge(count):
     for oracle in (private(records(), charge=Refusing()), plain(records())):  # type: ignore[arg-type]
         with pytest.raises(InputError, match="count is"):
             next(iter(oracle.batches(count, "gradient")))
@@ -344,7 +341,7 @@ def test_an_invalid_count_is_refused_before_the_charge(count: Any) -> None:
 
 
 @pytest.mark.parametrize("oracle", [private, plain])
-def test_a_channel_answers_once_and_not_after_the_next_batch(oracle: Callable[..., Any]) -> None:
+def test_a_channel_answers_once_and_not_after_the_next_batch(oracle):
     w = point(8)
     ask: dict[str, Callable[[Any], object]] = {
         "gradient": lambda batch: batch.gradient(w),
@@ -365,19 +362,19 @@ def test_a_channel_answers_once_and_not_after_the_next_batch(oracle: Callable[..
             release(second)
 
 
-def test_a_refused_channel_releases_nothing() -> None:
+def test_a_refused_channel_releases_nothing():
     batch = next(private(records(), kernel=Refusing()).batches(1, "loss"))
     with pytest.raises(PolicyRefused):
         batch.gradient(point(8))
 
 
-def test_a_weighting_is_of_finite_numbers() -> None:
+def test_a_weighting_is_of_finite_numbers():
     for lam, reference in [(-1.0, 0.0), (math.nan, 0.0), (math.inf, 0.0), (1.0, math.nan)]:
         with pytest.raises(InputError):
             Fair(lam, reference)
 
 
-def test_a_point_of_another_model_is_refused() -> None:
+def test_a_point_of_another_model_is_refused():
     batch = next(private(records()).batches(1, "gradient"))
     with pytest.raises(ModelError):
         batch.gradient(point(9))
@@ -387,7 +384,7 @@ def test_a_point_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weighting", [Uniform(), Fair(0.3, 0.7)])
-def test_without_noise_and_clip_the_two_oracles_agree(weighting: Uniform | Fair) -> None:
+def test_without_noise_and_clip_the_two_oracles_agree(weighting):
     held, w = records(), point(8)
     terms = dataclasses.replace(TERMS, clip=math.inf, sigmas=dict.fromkeys(SIGMAS, 0.0))
     pairs = zip(
@@ -403,7 +400,7 @@ def test_without_noise_and_clip_the_two_oracles_agree(weighting: Uniform | Fair)
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
+def ledger(tmp_path):
     with Ledger(tmp_path / "ledger.jsonl", "a", hypothetical=True) as found:
         found.reserve("run", TERMS.budget, {TERMS.event: TERMS.steps})
         yield found
@@ -413,7 +410,7 @@ def charged(ledger: Ledger) -> int:
     return sum(ledger.spent("run").values())
 
 
-def test_every_batch_is_charged_as_the_joint_event(ledger: Ledger) -> None:
+def test_every_batch_is_charged_as_the_joint_event(ledger):
     assert TERMS.event == joint(0.3, [1.5, 4.0, 10.0])
     oracle = private(records(), charge=Charge(ledger, "run", 7, "digest", attempt=1))
     list(oracle.batches(3, *SIGMAS))
@@ -428,7 +425,7 @@ def test_every_batch_is_charged_as_the_joint_event(ledger: Ledger) -> None:
         assert entry["request"] == f"7/{step}/digest"
 
 
-def test_the_last_events_are_the_last(ledger: Ledger) -> None:
+def test_the_last_events_are_the_last(ledger):
     oracle = private(records(), charge=Charge(ledger, "run", 1, "digest"))
     list(oracle.batches(9, "gradient"))
     with pytest.raises(BudgetExhausted):
@@ -438,7 +435,7 @@ def test_the_last_events_are_the_last(ledger: Ledger) -> None:
         next(oracle.batches(1, "gradient"))
 
 
-def test_the_same_request_is_the_same_release_and_charged_once(ledger: Ledger) -> None:
+def test_the_same_request_is_the_same_release_and_charged_once(ledger):
     def ask(digest: str, count: int, *channels: str, number: int = 1) -> list[Tensor]:
         oracle = private(records(), charge=Charge(ledger, "run", number, digest))
         return [batch.gradient(point(8)) for batch in oracle.batches(count, *channels)]
@@ -461,7 +458,7 @@ def test_the_same_request_is_the_same_release_and_charged_once(ledger: Ledger) -
 @pytest.mark.parametrize(
     "channels", [(), ("gradient", "gradient"), ("hessian",), ("gradient", "hessian")]
 )
-def test_channels_outside_the_terms_are_refused(ledger: Ledger, channels: tuple[str, ...]) -> None:
+def test_channels_outside_the_terms_are_refused(ledger, channels):
     charge = Charge(ledger, "run", 1, "digest")
     oracle = private(records(), charge=charge, kernel=Refusing(), draws=Refusing())
     with pytest.raises(PolicyRefused, match="were asked for"):
@@ -469,7 +466,7 @@ def test_channels_outside_the_terms_are_refused(ledger: Ledger, channels: tuple[
     assert charged(ledger) == 0
 
 
-def test_terms_without_noise_cannot_be_charged(ledger: Ledger) -> None:
+def test_terms_without_noise_cannot_be_charged(ledger):
     terms = dataclasses.replace(TERMS, sigmas=dict.fromkeys(SIGMAS, 0.0))
     charge = Charge(ledger, "run", 1, "digest")
     oracle = private(records(), terms, charge, kernel=Refusing(), draws=Refusing())
@@ -477,7 +474,7 @@ def test_terms_without_noise_cannot_be_charged(ledger: Ledger) -> None:
         next(oracle.batches(1, "gradient"))
 
 
-def test_repeating_draws_and_a_real_ledger_do_not_go_together(tmp_path: Path) -> None:
+def test_repeating_draws_and_a_real_ledger_do_not_go_together(tmp_path):
     class Fresh(SeededDraws):
         repeats = False
 

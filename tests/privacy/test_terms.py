@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting
@@ -69,13 +68,7 @@ def recount(terms: Terms, steps: int, kind: Accountant) -> float:
         (1.0, 10, Budget(4.0, 1e-4), THREE, "rdp"),
     ],
 )
-def test_calibrated_terms_keep_the_budget_and_spend_it(
-    accountant: Accountant,
-    channels: Mapping[str, float],
-    rate: float,
-    steps: int,
-    budget: Budget,
-) -> None:
+def test_calibrated_terms_keep_the_budget_and_spend_it(accountant, channels, rate, steps, budget):
     asked: dict[str, Any] = {"rate": rate, "steps": steps, "budget": budget}
     terms = calibrated(**(COMMON | asked | {"sigmas": channels, "accountant": accountant}))
     assert terms.steps == steps
@@ -86,7 +79,7 @@ def test_calibrated_terms_keep_the_budget_and_spend_it(
     assert 0.99 * budget.epsilon <= spent <= budget.epsilon
 
 
-def test_channels_share_the_noise_in_the_stated_ratios() -> None:
+def test_channels_share_the_noise_in_the_stated_ratios():
     terms = calibrated(**COMMON)
     assert terms.sigmas == {
         name: pytest.approx(ratio * terms.sigmas["gradient"], rel=1e-14)
@@ -101,14 +94,14 @@ def test_channels_share_the_noise_in_the_stated_ratios() -> None:
 
 
 @pytest.mark.parametrize("spread", [1e-6, 1e-3, 1 / 3, 7.0, 1e6])
-def test_rounding_never_lowers_the_joint_noise(spread: float) -> None:
+def test_rounding_never_lowers_the_joint_noise(spread):
     alone = calibrated(**(COMMON | {"sigmas": ONE})).event.sigma
     for ratio in (spread, spread * math.pi, spread / 7):
         terms = calibrated(**(COMMON | {"sigmas": {"gradient": 1.0, "loss": ratio}}))
         assert alone <= terms.event.sigma <= alone * (1 + 1e-12)
 
 
-def test_epsilon_after_rounds_bounds_a_recount() -> None:
+def test_epsilon_after_rounds_bounds_a_recount():
     terms = calibrated(**COMMON)
     costs = [terms.guarantee_after({terms.event: t}).epsilon for t in (0, 1, 30, 150, 299, 300)]
     assert costs[0] == 0
@@ -119,7 +112,7 @@ def test_epsilon_after_rounds_bounds_a_recount() -> None:
 
 
 @pytest.mark.parametrize("accountant", ["best", "rdp"])
-def test_given_noise_takes_as_many_steps_as_the_budget_allows(accountant: Accountant) -> None:
+def test_given_noise_takes_as_many_steps_as_the_budget_allows(accountant):
     asked = COMMON | {"sigma": 1.1, "sigmas": ONE, "accountant": accountant}
     most = with_noise(**(asked | {"steps": 10**6}))
     assert most.sigmas == {"gradient": 1.1}
@@ -130,7 +123,7 @@ def test_given_noise_takes_as_many_steps_as_the_budget_allows(accountant: Accoun
         assert with_noise(**(asked | {"steps": steps})).steps == min(steps, most.steps)
 
 
-def test_given_noise_is_the_gradients() -> None:
+def test_given_noise_is_the_gradients():
     terms = with_noise(**COMMON, sigma=2.0)
     assert terms.sigmas == {"gradient": 2.0, "loss": 5.0, "below": 20.0}
     # The paper's pair: σ = 2 with σ_l = 5 on the same batch is σ_joint = 1.857.
@@ -139,7 +132,7 @@ def test_given_noise_is_the_gradients() -> None:
     assert pair.event.sigma == pytest.approx(1.857, abs=5e-4)
 
 
-def test_noise_too_small_for_one_step_is_refused() -> None:
+def test_noise_too_small_for_one_step_is_refused():
     with pytest.raises(PlanError, match=r"privacy.sigma is 0.01: .*ε = 2, δ = 1e-05"):
         with_noise(**COMMON, sigma=0.01)
 
@@ -157,12 +150,12 @@ TERMS = Terms("a", 40.0, 0.3, 0.5, {"gradient": 1.0}, 3, Budget(1.0, 1e-5), "bes
     + [{"sigmas": {"gradient": s}} for s in (-1.0, math.nan, math.inf)]
     + [{"sigmas": {}}, {"sigmas": {"gradient": 1.0, "loss": 0.0}}],
 )
-def test_terms_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+def test_terms_out_of_range_are_refused(wrong):
     with pytest.raises(InputError, match=rf"{next(iter(wrong))[:4]}.* is .*: expected"):
         dataclasses.replace(TERMS, **wrong)
 
 
-def test_every_opening_is_reserved_with_the_batches() -> None:
+def test_every_opening_is_reserved_with_the_batches():
     opened = dataclasses.replace(
         TERMS, steps=6, opening_rate=1.0, opening_sigmas={"gradient": 3.0}, openings=2
     )
@@ -174,7 +167,7 @@ def test_every_opening_is_reserved_with_the_batches() -> None:
     assert opened.releases == {"gradient": 1.0, "opening gradient": 3.0}
 
 
-def test_shared_noise_is_that_of_h_shares_at_a_smaller_delta() -> None:
+def test_shared_noise_is_that_of_h_shares_at_a_smaller_delta():
     """h shares of deviation σ have σ √h together; their rounding has a part of δ of its own."""
     shared = dataclasses.replace(TERMS, honest=4)
     assert shared.event == SampledGaussian(0.3, 2.0)
@@ -187,7 +180,7 @@ def test_shared_noise_is_that_of_h_shares_at_a_smaller_delta() -> None:
     assert share == pytest.approx(alone / 2, rel=1e-3)
 
 
-def test_terms_without_any_noise_name_no_event() -> None:
+def test_terms_without_any_noise_name_no_event():
     for clip in (0.5, math.inf):
         exact = dataclasses.replace(TERMS, sigmas={"gradient": 0.0, "loss": 0.0}, clip=clip)
         with pytest.raises(InputError, match="sigma is 0"):
@@ -195,7 +188,7 @@ def test_terms_without_any_noise_name_no_event() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, -1.0, math.nan, math.inf])
-def test_channels_are_ratios(ratio: float) -> None:
+def test_channels_are_ratios(ratio):
     asked = COMMON | {"sigmas": {"gradient": 1.0, "loss": ratio}}
     for found in (lambda: calibrated(**asked), lambda: with_noise(**asked, sigma=1.0)):
         with pytest.raises(InputError, match=r"sigmas(\['loss'\])? is .*expected"):
@@ -203,7 +196,7 @@ def test_channels_are_ratios(ratio: float) -> None:
 
 
 @pytest.mark.parametrize("none", [{}, {"gradient": 0.0}])
-def test_nothing_is_calibrated_without_any_noise(none: dict[str, float]) -> None:
+def test_nothing_is_calibrated_without_any_noise(none):
     """Terms without noise describe an exact twin; scaled, they would stay so."""
     for found in (
         lambda: calibrated(**(COMMON | {"sigmas": none})),

@@ -96,7 +96,7 @@ def section() -> str:
 
 
 @pytest.fixture(scope="module")
-def importers() -> dict[str, set[str]]:
+def importers():
     return above()
 
 

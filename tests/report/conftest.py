@@ -44,7 +44,7 @@ def terms(epsilon: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Build:
+def build(tmp_path):
     """Write a run's folder by hand: `build(sites, private=..., rounds=..., budgets=...)`."""
     return builder(tmp_path)
 

@@ -53,7 +53,7 @@ def row(*cells: str) -> str:
     return "".join(f'<td class="n" data-of="{of}">{cell}</td>' for of, cell in named)
 
 
-def test_the_bound_is_shown_with_the_claim(build: Build) -> None:
+def test_the_bound_is_shown_with_the_claim(build):
     text = shown(build(SITES), audit())
     for part in (
         # A lower bound is rounded down, a claim up.
@@ -73,7 +73,7 @@ def test_the_bound_is_shown_with_the_claim(build: Build) -> None:
     [(0, 1.91), (1, 2.49), (2, 1.0001), (2, None), (0, None)],
     ids=["ε", "σ", "Δ", "Δ = ∞", "∞"],
 )
-def test_a_claim_that_falls_is_marked_whatever_the_file_says(build: Build, place, bound) -> None:
+def test_a_claim_that_falls_is_marked_whatever_the_file_says(build, place, bound):
     wrong = audit()
     wrong["checks"][place]["bound"] = bound
     assert wrong["passed"]
@@ -86,7 +86,7 @@ def test_a_claim_that_falls_is_marked_whatever_the_file_says(build: Build, place
     assert card.bad
 
 
-def test_headline_is_the_largest_bound_at_the_budgets_delta(build: Build) -> None:
+def test_headline_is_the_largest_bound_at_the_budgets_delta(build):
     several = audit()
     several["checks"] += [
         {**several["checks"][0], "bound": 0.5, "method": "one-run, alone"},
@@ -101,7 +101,7 @@ def test_headline_is_the_largest_bound_at_the_budgets_delta(build: Build) -> Non
         assert part in card.note
 
 
-def test_a_run_without_an_audit_says_so(build: Build) -> None:
+def test_a_run_without_an_audit_says_so(build):
     folder = build(SITES)
     assert "Not audited" in shown(folder, None)
     assert "ε audited" not in [card.label for card in build_headline(read_run(folder))]
@@ -111,6 +111,6 @@ def test_a_run_without_an_audit_says_so(build: Build) -> None:
     "changes",
     [{"site": "east"}, {"epsilon": 3.0}, {"delta": 1e-6}, {"checks": 3}, {"checks": [{}]}],
 )
-def test_the_audit_of_another_run_or_half_an_audit_is_refused(build: Build, changes) -> None:
+def test_the_audit_of_another_run_or_half_an_audit_is_refused(build, changes):
     with pytest.raises(DataError, match="audit"):
         shown(build(SITES), audit(**changes))

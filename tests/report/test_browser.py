@@ -6,7 +6,6 @@ entries: what is longer is folded away, but for a table's rows.
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,13 @@ PAGES = ("private", "plain", "person", "long", "many", "comparison", "sweep", "t
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     with chromium() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory):
     """Every kind of page, of runs whose files are written by hand."""
     root = tmp_path_factory.mktemp("pages")
 
@@ -97,9 +96,7 @@ def comparison(root: Path, epsilons: dict[str, float | None]) -> Comparison:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_page_is_legible_self_contained_and_prints(
-    browser: Any, pages: dict[str, Path], name: str
-) -> None:
+def test_the_page_is_legible_self_contained_and_prints(browser, pages, name):
     with opened(browser, pages[name]) as (page, asked):
         for width, scheme in ((360, "light"), (768, "light"), (1440, "light"), (1440, "dark")):
             seen = look(page, width, scheme)
@@ -117,7 +114,7 @@ def test_the_page_is_legible_self_contained_and_prints(
         assert asked == []
 
 
-def test_a_faint_word_small_type_and_a_wide_table_are_seen(browser: Any, tmp_path: Path) -> None:
+def test_a_faint_word_small_type_and_a_wide_table_are_seen(browser, tmp_path):
     # What the checks above are worth: each of these is a fault that they have to find.
     page = tmp_path / "page.html"
     page.write_text(
@@ -138,7 +135,7 @@ def test_a_faint_word_small_type_and_a_wide_table_are_seen(browser: Any, tmp_pat
     assert asked == ["https://example.org/x.png"]
 
 
-def test_the_meaning_is_on_the_first_screen(browser: Any, pages: dict[str, Path]) -> None:
+def test_the_meaning_is_on_the_first_screen(browser, pages):
     for name in ("private", "person", "comparison"):
         with opened(browser, pages[name]) as (page, _):
             for width, height in ((1440, 900), (360, 800)):
@@ -159,7 +156,7 @@ def close(shown: str, exact: float, digits: int = 4) -> bool:
     return abs(number - exact) <= 10.0 ** (math.floor(math.log10(abs(exact) or 1)) - digits + 1)
 
 
-def test_every_number_of_a_report_is_the_files(browser: Any, pages: dict[str, Path]) -> None:
+def test_every_number_of_a_report_is_the_files(browser, pages):
     folder = pages["private"].parent
     privacy = json.loads((folder / "privacy.json").read_text())
     rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
@@ -209,7 +206,7 @@ def test_every_number_of_a_report_is_the_files(browser: Any, pages: dict[str, Pa
         assert row[11] == str(score["records"])
 
 
-def test_every_number_of_a_comparison_is_the_files(browser: Any, pages: dict[str, Path]) -> None:
+def test_every_number_of_a_comparison_is_the_files(browser, pages):
     told = json.loads((pages["sweep"].parent / "comparison.json").read_text())["entries"]
     with opened(browser, pages["sweep"]) as (page, _):
         single = cells(page, "details tbody tr")

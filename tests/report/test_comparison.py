@@ -143,7 +143,7 @@ def two(folder: Path, **second: Any) -> Comparison:
     return read(folder, ["one", "two"], [3, 4])
 
 
-def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path: Path) -> None:
+def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path):
     finals = [0.61, 0.64, 0.71]
     for seed, final in enumerate(finals):
         put(tmp_path, "x", seed, {0: 0.1, 3: final})
@@ -161,7 +161,7 @@ def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path: Path) -> N
     assert (entry.runs[0].bytes, entry.runs[0].last.round) == (900, 3)
 
 
-def test_deviation_needs_two_runs_and_mean_needs_a_value(tmp_path: Path) -> None:
+def test_deviation_needs_two_runs_and_mean_needs_a_value(tmp_path):
     put(tmp_path, "x", 0, {0: 0.1, 3: 0.5})
     (entry,) = read(tmp_path, ["x"], [0]).entries
     found = entry.spread(lambda o: o.accuracy)
@@ -173,7 +173,7 @@ def test_deviation_needs_two_runs_and_mean_needs_a_value(tmp_path: Path) -> None
     assert cells(Comparison(tmp_path, [entry]))["accuracy"] == "50.00 %"
 
 
-def test_server_averages_are_shown_with_the_last_models(tmp_path: Path) -> None:
+def test_server_averages_are_shown_with_the_last_models(tmp_path):
     for seed, averaged in ((0, 0.7), (1, 0.8)):
         put(tmp_path, "tail", seed, {0: 0.1, 3: 0.5}, averaged=averaged)
         put(tmp_path, "none", seed, {0: 0.1, 3: 0.5})
@@ -194,7 +194,7 @@ def test_server_averages_are_shown_with_the_last_models(tmp_path: Path) -> None:
     assert "server.average" not in render_comparison(alone)
 
 
-def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> None:
+def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path):
     for seed, epsilon in enumerate((1.00001, 1.23401, 1.1)):
         put(tmp_path, "x", seed, {0: 0.1, 2: 0.5}, epsilon=epsilon)
     comparison = read(tmp_path, ["x"], range(3))
@@ -204,7 +204,7 @@ def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path: Path) -> No
     assert "adjacency: add/remove one record; accountant: pld" in told
 
 
-def test_epsilon_covers_held_out_records(tmp_path: Path) -> None:
+def test_epsilon_covers_held_out_records(tmp_path):
     put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=1.0)
     path = run_folder(tmp_path, "x", 0)
     privacy, summary = (
@@ -219,12 +219,12 @@ def test_epsilon_covers_held_out_records(tmp_path: Path) -> None:
     assert "trained on or held out" in told
 
 
-def test_an_unknown_epsilon_is_not_small(tmp_path: Path) -> None:
+def test_an_unknown_epsilon_is_not_small(tmp_path):
     put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=math.nan)
     assert cells(read(tmp_path, ["x"], [0]))["ε"].startswith("∞")
 
 
-def test_equals_are_not_marked(tmp_path: Path) -> None:
+def test_equals_are_not_marked(tmp_path):
     comparison = two(tmp_path, algorithm="fedfdp", settings={"learning_rate": 3.0}, run={})
     assert comparison.inequalities == []
     assert inequality(comparison) is None
@@ -250,7 +250,7 @@ def test_equals_are_not_marked(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_differences_are_stated(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_differences_are_stated(tmp_path, change, told):
     comparison = two(tmp_path, **change)
     sentence = inequality(comparison)
     assert sentence is not None
@@ -265,13 +265,13 @@ def test_differences_are_stated(tmp_path: Path, change: dict[str, Any], told: st
 @pytest.mark.parametrize(
     "change", [{"clip": 9.0}, {"clip": 1.0, "sigma": 2.0}], ids=["clip", "sigma"]
 )
-def test_settings_that_define_a_method_may_differ(change: dict[str, Any]) -> None:
+def test_settings_that_define_a_method_may_differ(change):
     other = {**PLAN, "privacy": {**PLAN["privacy"], **change}, "model": "cnn", "batch_size": 3}
     other |= {"compression": {"kind": "int8"}, "robust": {"rule": "median"}}
     assert not any(d.unequal for d in differences({"one": {**PLAN, "seed": 8}, "two": other}))
 
 
-def test_a_plain_runs_privacy_settings_apply_to_nothing() -> None:
+def test_a_plain_runs_privacy_settings_apply_to_nothing():
     plain = [{**PLAN, "privacy": {"mode": "none", "epsilon": e}} for e in (1.0, 2.0)]
     assert differences({"one": plain[0], "two": plain[1]}) == []
     (mode,) = differences({"one": plain[0], "two": PLAN})
@@ -303,9 +303,7 @@ UNLIKE = {"privacy": {"epsilon": [1.0, 2.0]}}
         ),
     ],
 )
-def test_equivalent_plans_are_equal_however_typed(
-    one: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_equivalent_plans_are_equal_however_typed(one, other):
     # As a sweep has it: typed now, a noise of no count is refused.
     plans = {
         name: Plan.parse({"rounds": 4, "sites": 2, **of}, typed=())
@@ -329,13 +327,13 @@ def test_equivalent_plans_are_equal_however_typed(
         ({"privacy": {"sizes": "noisy", "size_noise": 3.0}}, "privacy.sizes"),
     ],
 )
-def test_different_meanings_stay_unequal(one: dict[str, Any], key: str) -> None:
+def test_different_meanings_stay_unequal(one, key):
     plans = {"one": Plan(rounds=4, sites=2, **one), "two": Plan(rounds=4, sites=2)}
     found = differences({name: plan.document() for name, plan in plans.items()})
     assert key in [difference.key for difference in found if difference.unequal]
 
 
-def test_weights_are_identified_by_their_digest() -> None:
+def test_weights_are_identified_by_their_digest():
     same = [{**PLAN, "initial": {"weights": at, "sha256": "0" * 64}} for at in ("a", "b")]
     assert differences({"one": same[0], "two": same[1]}) == []
     other = {**PLAN, "initial": {"weights": "a", "sha256": "1" * 64}}
@@ -343,7 +341,7 @@ def test_weights_are_identified_by_their_digest() -> None:
 
 
 @pytest.mark.drawn
-def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:
+def test_a_missing_seed_is_named_and_unequal(tmp_path):
     put(tmp_path, "one", 0, {0: 0.1, 2: 0.5})
     put(tmp_path, "one", 1, {0: 0.1, 2: 0.5})
     put(tmp_path, "two", 0, {0: 0.1, 2: 0.5})
@@ -364,7 +362,7 @@ def test_a_missing_seed_is_named_and_unequal(tmp_path: Path) -> None:
     assert "no such model" in text
 
 
-def test_a_damaged_run_is_missing_and_the_others_stand(tmp_path: Path) -> None:
+def test_a_damaged_run_is_missing_and_the_others_stand(tmp_path):
     put(tmp_path, "one", 0, {0: 0.1, 2: 0.5})
     put(tmp_path, "one", 1, {0: 0.1, 2: 0.5})
     (run_folder(tmp_path, "one", 1) / "privacy.json").write_text("{")
@@ -373,7 +371,7 @@ def test_a_damaged_run_is_missing_and_the_others_stand(tmp_path: Path) -> None:
     assert "privacy.json" in entry.missing[1]
 
 
-def test_a_curve_is_the_mean_of_its_runs_where_all_of_them_are(tmp_path: Path) -> None:
+def test_a_curve_is_the_mean_of_its_runs_where_all_of_them_are(tmp_path):
     # Straight lines, evaluated at unlike rounds: between the points the mean is straight, too.
     put(tmp_path, "x", 0, {0: 0.0, 3: 0.3, 10: 1.0}, epsilon=2.0)
     put(tmp_path, "x", 1, {0: 0.0, 5: 0.25, 8: 0.4}, epsilon=1.6)
@@ -393,7 +391,7 @@ def test_a_curve_is_the_mean_of_its_runs_where_all_of_them_are(tmp_path: Path) -
     assert curve(entry, "loss", "rounds") is not None
 
 
-def test_a_round_that_diverged_is_not_drawn(tmp_path: Path) -> None:
+def test_a_round_that_diverged_is_not_drawn(tmp_path):
     put(tmp_path, "x", 0, {0: 0.0, 2: 0.3, 4: math.inf})
     put(tmp_path, "lost", 0, {0: math.nan, 2: math.nan})
     x, lost = read(tmp_path, ["x", "lost"], [0]).entries
@@ -404,7 +402,7 @@ def test_a_round_that_diverged_is_not_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.drawn
-def test_the_page_fetches_nothing_and_is_well_formed(tmp_path: Path) -> None:
+def test_the_page_fetches_nothing_and_is_well_formed(tmp_path):
     comparison = two(tmp_path, epsilon=None, data="<b>x</b>", settings={"note": "<i>y</i>"})
     found = Page(write_comparison(comparison))
     assert found.crossed == []
@@ -425,7 +423,7 @@ def test_the_page_fetches_nothing_and_is_well_formed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-def test_held_out_records_in_a_test_sets_place_are_marked(tmp_path: Path, pooled: bool) -> None:
+def test_held_out_records_in_a_test_sets_place_are_marked(tmp_path, pooled):
     put(tmp_path, "x", 0, {0: 0.1, 3: 0.5})
     path = run_folder(tmp_path, "x", 0) / "privacy.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "accuracy_pooled": pooled}))
@@ -435,7 +433,7 @@ def test_held_out_records_in_a_test_sets_place_are_marked(tmp_path: Path, pooled
 
 
 @pytest.mark.drawn
-def test_a_page_without_any_run_is_written(tmp_path: Path) -> None:
+def test_a_page_without_any_run_is_written(tmp_path):
     comparison = read(tmp_path, ["one", "two"], [0])
     found = Page(write_comparison(comparison))
     assert found.crossed == []
@@ -443,7 +441,7 @@ def test_a_page_without_any_run_is_written(tmp_path: Path) -> None:
     assert json.loads(json.dumps(document(comparison)))["entries"]["one"]["accuracy"] is None
 
 
-def test_settings_left_at_different_defaults_are_not_choices(tmp_path: Path) -> None:
+def test_settings_left_at_different_defaults_are_not_choices(tmp_path):
     """τ of 1 and 5 is a choice where somebody made it, and else makes runs unequal."""
     steps = {"one": 1, "two": 5}
     plans = {
@@ -475,7 +473,7 @@ def test_settings_left_at_different_defaults_are_not_choices(tmp_path: Path) -> 
 
 
 @pytest.mark.drawn
-def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None:
+def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path):
     """Two algorithms at three ε each, as if a list had been typed in any order."""
     finals = {("a", 4.0): [0.7, 0.9], ("a", 0.5): [0.1, 0.3], ("b", 0.5): [0.2, 0.2]}
     points, plans = {}, {}
@@ -508,7 +506,7 @@ def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path: Path) -> None
     assert any("privacy.epsilon" in why for why in swept(found, {}).inequalities)
 
 
-def test_a_table_has_a_row_a_method_and_a_column_a_value(tmp_path: Path) -> None:
+def test_a_table_has_a_row_a_method_and_a_column_a_value(tmp_path):
     points = {}
     for base, epsilon, finals in (("a", 4.0, [0.7, 0.9]), ("a", 0.5, [0.2]), ("b", 0.5, [0.3])):
         points[f"{base}{epsilon}"] = SweepPoint(base, {"privacy.epsilon": epsilon})
@@ -529,7 +527,7 @@ def test_a_table_has_a_row_a_method_and_a_column_a_value(tmp_path: Path) -> None
     assert noted in render_comparison(swept(found, rates))
 
 
-def test_differences_are_paired_by_seed_and_corrected(tmp_path: Path) -> None:
+def test_differences_are_paired_by_seed_and_corrected(tmp_path):
     """Against scipy's own paired test, and Holm's rule written out."""
     finals = {
         "reference": [0.50, 0.60, 0.80],
@@ -556,7 +554,7 @@ def test_differences_are_paired_by_seed_and_corrected(tmp_path: Path) -> None:
     assert document(comparison)["paired"]["accuracy"][0]["entry"] == "better"
 
 
-def test_a_method_is_compared_with_itself_between_points(tmp_path: Path) -> None:
+def test_a_method_is_compared_with_itself_between_points(tmp_path):
     """Apart from the differences between methods, so that neither costs the other its p."""
     finals = {
         "a1": [0.5, 0.6, 0.8],
@@ -586,7 +584,7 @@ def test_a_method_is_compared_with_itself_between_points(tmp_path: Path) -> None
     assert len(alone.paired(lambda run: run.accuracy)) == 1
 
 
-def test_equal_differences_are_no_evidence(tmp_path: Path) -> None:
+def test_equal_differences_are_no_evidence(tmp_path):
     for name, offset in (("one", 0.0), ("two", 5 / 355)):
         for seed, final in enumerate((0.1, 0.7)):
             put(tmp_path, name, seed, {0: 0.1, 2: final + offset})
@@ -596,7 +594,7 @@ def test_equal_differences_are_no_evidence(tmp_path: Path) -> None:
     assert paired_table(comparison).rows[0][1:4] == ("+1.41", "–", "–")  # type: ignore[union-attr]
 
 
-def test_of_one_seed_or_no_figure_nothing_is_said(tmp_path: Path) -> None:
+def test_of_one_seed_or_no_figure_nothing_is_said(tmp_path):
     for name, final in (("one", 0.5), ("two", 0.6), ("lost", math.nan)):
         put(tmp_path, name, 0, {0: 0.1, 2: final})
     comparison = read(tmp_path, ["one", "two", "lost"], [0])
@@ -610,7 +608,7 @@ def test_of_one_seed_or_no_figure_nothing_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "values", [["iid", "dirichlet"], [1, 2], [[1.0, 2.0], [3.0]], [True, False]]
 )
-def test_any_key_is_drawn(tmp_path: Path, values: list[Any]) -> None:
+def test_any_key_is_drawn(tmp_path, values):
     points = {}
     for i, value in enumerate(values):
         put(tmp_path, f"e{i}", 0, {0: 0.1, 2: 0.5})
@@ -620,7 +618,7 @@ def test_any_key_is_drawn(tmp_path: Path, values: list[Any]) -> None:
     assert len(drawings) == 2
 
 
-def test_the_table_says_what_each_did(tmp_path: Path) -> None:
+def test_the_table_says_what_each_did(tmp_path):
     comparison = two(tmp_path)
     expected = [(name, "0", "0.5", "0", "–", "2.5") for name in ("one", "two")]
     assert effort(comparison).rows == expected
@@ -639,7 +637,7 @@ def test_the_table_says_what_each_did(tmp_path: Path) -> None:
         assert cell in render_comparison(again)
 
 
-def test_bytes_to_accuracy_stop_at_the_first_evaluation(tmp_path: Path) -> None:
+def test_bytes_to_accuracy_stop_at_the_first_evaluation(tmp_path):
     """300 bytes a round; both runs of an entry, or how many of them."""
     for seed, course in ((3, {0: 0.2, 2: 0.71, 4: 0.62}), (4, {0: 0.2, 2: 0.5, 4: 0.8})):
         put(tmp_path, "one", seed, course)

@@ -1,7 +1,6 @@
 """What a comparison writes for other programs is read back to the figures that the page has."""
 
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -32,7 +31,7 @@ def plain(tex: str) -> str:
     return tex
 
 
-def test_a_csv_has_every_round_of_every_run(tmp_path: Path) -> None:
+def test_a_csv_has_every_round_of_every_run(tmp_path):
     put(tmp_path, "a, b", 3, {0: 0.1, 2: 0.5}, epsilon=2.0)
     put(tmp_path, "free", 3, {0: 0.1, 1: 0.7}, epsilon=None)
     comparison = read(tmp_path, ["a, b", "free"], [3])
@@ -53,13 +52,13 @@ def test_a_csv_has_every_round_of_every_run(tmp_path: Path) -> None:
     assert float(private["loss"].iloc[-1]) == 0.5
 
 
-def test_a_regression_has_no_accuracy_in_a_csv(tmp_path: Path) -> None:
+def test_a_regression_has_no_accuracy_in_a_csv(tmp_path):
     put(tmp_path, "x", 0, {0: math.nan, 1: math.nan})
     rows = curves_as_csv(read(tmp_path, ["x"], [0])).splitlines()[1:]
     assert [row.split(",")[COLUMNS.index("accuracy")] for row in rows] == ["", ""]
 
 
-def test_an_unknown_epsilon_is_infinite(tmp_path: Path) -> None:
+def test_an_unknown_epsilon_is_infinite(tmp_path):
     put(tmp_path, "x", 0, {0: 0.1, 1: 0.5}, epsilon=math.nan)
     assert (
         curves_as_csv(read(tmp_path, ["x"], [0])).splitlines()[-1]
@@ -68,7 +67,7 @@ def test_an_unknown_epsilon_is_infinite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{}, {"rounds": 5}])
-def test_latex_has_the_cells_and_sentences_of_the_table(tmp_path: Path, change: dict) -> None:
+def test_latex_has_the_cells_and_sentences_of_the_table(tmp_path, change):
     comparison = two(tmp_path, **change)
     tex = table_as_latex(comparison)
     assert tex.count("toprule") == tex.count("midrule") == tex.count("bottomrule") == 1
@@ -84,9 +83,7 @@ def test_latex_has_the_cells_and_sentences_of_the_table(tmp_path: Path, change: 
     assert ("NOT AN EQUAL" in tex) == bool(change)
 
 
-def test_compare_writes_both_files_to_the_given_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_writes_both_files_to_the_given_place(tmp_path, monkeypatch):
     monkeypatch.setattr(Job, "here", True)  # no process to begin
     files = {"--csv": tmp_path / "curves.csv", "--latex": tmp_path / "table.tex"}
     named = [word for option, file in files.items() for word in (option, str(file))]

@@ -52,7 +52,7 @@ def run(
     return SimpleNamespace(path=path, site_privacy=dict.fromkeys(sites))
 
 
-def test_settings_add_up_by_site_and_the_largest_is_shown(tmp_path: Path) -> None:
+def test_settings_add_up_by_site_and_the_largest_is_shown(tmp_path):
     one = run(tmp_path / "one", a=CHEAP, b=CHEAP)
     two = run(tmp_path / "two", a=DEAR, b=CHEAP)
     (found,) = count_tuning_cost({"one": {0: one}, "two": {0: two}})
@@ -70,7 +70,7 @@ def test_settings_add_up_by_site_and_the_largest_is_shown(tmp_path: Path) -> Non
 LOOKS = {SampledGaussian(1.0, 6.0): 1}
 
 
-def test_record_pays_for_training_or_for_evaluation(tmp_path: Path) -> None:
+def test_record_pays_for_training_or_for_evaluation(tmp_path):
     """Two runs of one split: one of both sides in both. Unlike splits: any of four ways."""
 
     def found(second: str) -> Any:
@@ -93,16 +93,14 @@ def test_record_pays_for_training_or_for_evaluation(tmp_path: Path) -> None:
     assert found("first").one == found("another").one == max(each)
 
 
-def test_of_more_splits_than_are_gone_through_both_sides_count(tmp_path: Path) -> None:
+def test_of_more_splits_than_are_gone_through_both_sides_count(tmp_path):
     runs = {n: run(tmp_path / str(n), held=LOOKS, split=f"s{n}", a=CHEAP) for n in range(7)}
     _, found = count_tuning_cost({"one": runs, "two": {n: runs[n] for n in range(7)}})
     (event,), (look,) = CHEAP, LOOKS
     assert found.found.every == epsilon({event: 1400, look: 14}, DELTA)
 
 
-def test_seeds_are_alternatives_and_cost_more_together(
-    tmp_path: Path,
-) -> None:
+def test_seeds_are_alternatives_and_cost_more_together(tmp_path):
     runs = {
         name: {seed: run(tmp_path / f"{name}-{seed}", a=events) for seed in (0, 1, 2)}
         for name, events in (("one", CHEAP), ("two", DEAR))
@@ -117,7 +115,7 @@ def test_seeds_are_alternatives_and_cost_more_together(
     assert count_tuning_cost({"one": {0: runs["one"][0]}}) == []
 
 
-def test_shared_noise_has_epsilon_with_and_without_others(tmp_path: Path) -> None:
+def test_shared_noise_has_epsilon_with_and_without_others(tmp_path):
     events = {SampledGaussian(1.0, 8.0): 10}
     runs = {name: {0: run(tmp_path / name, honest=4, a=events)} for name in ("one", "two")}
     (found,) = count_tuning_cost(runs)
@@ -132,7 +130,7 @@ def test_shared_noise_has_epsilon_with_and_without_others(tmp_path: Path) -> Non
     assert "no other site is honest" in found.lines[2]
 
 
-def test_exact_and_unknown_numbers_have_no_epsilon(tmp_path: Path) -> None:
+def test_exact_and_unknown_numbers_have_no_epsilon(tmp_path):
     one = run(tmp_path / "one", a=CHEAP)
     exact = run(tmp_path / "exact", expose=True, a=CHEAP)
     (found,) = count_tuning_cost({"one": {0: one}, "exact": {0: exact}})
@@ -144,14 +142,14 @@ def test_exact_and_unknown_numbers_have_no_epsilon(tmp_path: Path) -> None:
         count_tuning_cost({"one": {0: one}, "exact": {0: exact}})
 
 
-def test_ledgers_of_unlike_units_do_not_add_up(tmp_path: Path) -> None:
+def test_ledgers_of_unlike_units_do_not_add_up(tmp_path):
     one = run(tmp_path / "one", a=CHEAP)
     two = run(tmp_path / "two", unit="person", a=CHEAP)
     with pytest.raises(DataError, match="per person and per record"):
         count_tuning_cost({"one": {0: one}, "two": {0: two}})
 
 
-def test_the_largest_delta_counts_for_all(tmp_path: Path) -> None:
+def test_the_largest_delta_counts_for_all(tmp_path):
     one = run(tmp_path / "one", a=CHEAP)
     two = run(tmp_path / "two", delta=1e-6, a=CHEAP)
     (found,) = count_tuning_cost({"one": {0: one}, "two": {0: two}})

@@ -21,7 +21,7 @@ SEEDS = [0, 1]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
     table = people(folder / "people.csv", rows=600)
     table["evaluation"]["every"] = 1
@@ -41,7 +41,7 @@ def cells(**texts: str) -> str:
     return "".join(f'<td class="n" data-of="{of}">{text}</td>' for of, text in texts.items())
 
 
-def test_a_comparison_shows_the_means_of_released_values(runs: Path) -> None:
+def test_a_comparison_shows_the_means_of_released_values(runs):
     plan = json.loads((run_folder(runs, "fedavg", 0) / "plan.json").read_text())
     comparison = Comparison(runs, read_compared(runs, {"fedavg": plan}, SEEDS))
     one, other = (figures(runs, seed) for seed in SEEDS)
@@ -63,7 +63,7 @@ def test_a_comparison_shows_the_means_of_released_values(runs: Path) -> None:
             assert f'<td data-of="figure">{name}</td><td data-of="of">{about}</td>' in page
 
 
-def test_report_shows_groups_gap_and_evaluated_rounds(runs: Path) -> None:
+def test_report_shows_groups_gap_and_evaluated_rounds(runs):
     folder = run_folder(runs, "fedavg", 1)
     page = write_report(folder).read_text()
     found = figures(runs, 1)
@@ -80,7 +80,7 @@ def test_report_shows_groups_gap_and_evaluated_rounds(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("nothing", ["no privacy", "no releases"])
-def test_simulation_shows_exact_rates_where_none_are_released(tmp_path: Path, nothing: str) -> None:
+def test_simulation_shows_exact_rates_where_none_are_released(tmp_path, nothing):
     table = people(tmp_path / "people.csv", rows=300)
     tables: dict[str, Any] = {"rounds": 2, "sites": 2}
     tables["evaluation"] = {**table["evaluation"], "every": 1}

@@ -16,8 +16,6 @@ from fedpact.report.model_card import SIMULATED, about_of, render_model_card
 from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.simulation.statement import describe_masks
 
-from .conftest import Build
-
 yaml = pytest.importorskip("yaml")
 
 ABOUT = {
@@ -44,7 +42,7 @@ def card_of(run: RunSummary) -> str:
     return render_model_card(run, about_of(run.plan, ()))
 
 
-def test_epsilon_is_the_largest_over_sites_and_held_out(build: Build) -> None:
+def test_epsilon_is_the_largest_over_sites_and_held_out(build):
     folder = build(NAMES, budgets=[*[1.0] * 11, 3.5])
     of = run_of(folder, **ABOUT)
     # What the sites' terms reserved, in the hand-written files; rounded up, never down.
@@ -54,7 +52,7 @@ def test_epsilon_is_the_largest_over_sites_and_held_out(build: Build) -> None:
     assert "ε at most 4.25, and δ = 2e-05" in card_of(run_of(folder, held, **ABOUT))
 
 
-def test_shared_noise_is_shown_with_epsilon_alone(build: Build) -> None:
+def test_shared_noise_is_shown_with_epsilon_alone(build):
     folder = build(NAMES)
     path = folder / "privacy.json"
     privacy = json.loads(path.read_text())
@@ -68,7 +66,7 @@ def test_shared_noise_is_shown_with_epsilon_alone(build: Build) -> None:
 
 
 @pytest.mark.parametrize("budgets", [[1.0] * 12, [0.1 * (k + 1) for k in range(12)]])
-def test_no_site_is_named(build: Build, budgets: list[float]) -> None:
+def test_no_site_is_named(build, budgets):
     worst = {"refused": {NAMES[0]: "budget"}}
     of = run_of(build(NAMES, budgets=budgets, **worst), **ABOUT)
     of.plan["privacy"] = {"per_site": {NAMES[3]: {"epsilon": 0.4}}, "clip": 1.0}
@@ -77,7 +75,7 @@ def test_no_site_is_named(build: Build, budgets: list[float]) -> None:
         assert name.split("|")[0] not in card
 
 
-def test_the_card_does_not_give_the_number_of_sites(build: Build) -> None:
+def test_the_card_does_not_give_the_number_of_sites(build):
     table = {"threshold": 9}
     changes = {"sites": 12, "secure_aggregation": table, "robust": {"rule": "trimmed", "liars": 2}}
     for privacy in ({}, {"trust": "sum", "honest": 7}):
@@ -94,7 +92,7 @@ def test_the_card_does_not_give_the_number_of_sites(build: Build) -> None:
     assert "4 sites" not in card_of(run_of(build(NAMES[:4])))
 
 
-def test_the_card_does_not_say_who_gave_no_evaluation(build: Build) -> None:
+def test_the_card_does_not_say_who_gave_no_evaluation(build):
     held = {"share": 0.2, "epsilon_reserved": 1.0, "delta": 1e-5}
     folder = build(NAMES, unevaluated={NAMES[0]: "budget"}, accuracy=None)
     of = run_of(folder, {"evaluation": held, "accuracy_pooled": True}, **ABOUT)
@@ -104,7 +102,7 @@ def test_the_card_does_not_say_who_gave_no_evaluation(build: Build) -> None:
     assert "budget)" not in card
 
 
-def test_the_card_has_their_headings_and_its_top_is_yaml(build: Build) -> None:
+def test_the_card_has_their_headings_and_its_top_is_yaml(build):
     of = run_of(build(NAMES), {"randomness": "secure, at each site"}, **ABOUT, licence="mit")
     _, top, card = card_of(of).split("---\n", 2)
     assert yaml.safe_load(top) == {
@@ -128,7 +126,7 @@ def test_the_card_has_their_headings_and_its_top_is_yaml(build: Build) -> None:
     assert "Hospital" not in card
 
 
-def test_held_out_figures_are_on_no_card_and_released_ones_are(build: Build) -> None:
+def test_held_out_figures_are_on_no_card_and_released_ones_are(build):
     of = run_of(build(["a", "b"]), {"accuracy_pooled": True})
     assert "70.0 %" not in card_of(of)
     figure = {"name": "accuracy", "about": "all", "value": 0.625, "low": 0.5, "high": 0.75}
@@ -146,7 +144,7 @@ def test_held_out_figures_are_on_no_card_and_released_ones_are(build: Build) -> 
     assert "12.5" not in card
 
 
-def test_a_simulation_and_a_plain_run_say_so_first(build: Build) -> None:
+def test_a_simulation_and_a_plain_run_say_so_first(build):
     assert SIMULATED in card_of(run_of(build(NAMES), **ABOUT)).split("## ")[0]
     card = card_of(run_of(build(NAMES, private=False), **ABOUT))
     assert "**NOT PRIVATE" in card
@@ -154,7 +152,7 @@ def test_a_simulation_and_a_plain_run_say_so_first(build: Build) -> None:
     assert "differential-privacy" not in card
 
 
-def test_the_command_writes_the_card(build: Build, tmp_path: Path) -> None:
+def test_the_command_writes_the_card(build, tmp_path):
     folder, out = run_of(build(NAMES), **ABOUT).path, tmp_path / "card.md"
     # As people write a day, which TOML reads as one.
     given = ["--set", "about.purpose=another", "--set", "about.published=2027-01-02"]
@@ -177,12 +175,12 @@ def test_the_command_writes_the_card(build: Build, tmp_path: Path) -> None:
         ("about.curators=One", "about.curators"),
     ],
 )
-def test_only_statements_about_a_run_can_be_added_later(change: str, message: str) -> None:
+def test_only_statements_about_a_run_can_be_added_later(change, message):
     with pytest.raises(PlanError, match=message):
         about_of({}, [change])
 
 
-def test_card_lists_non_default_settings_and_no_places(build: Build) -> None:
+def test_card_lists_non_default_settings_and_no_places(build):
     of = run_of(build(NAMES))
     changes: dict[str, Any] = {
         "sampling_rate": 0.25,

@@ -67,13 +67,13 @@ def page(folder: Path) -> Page:
 
 
 @pytest.fixture(scope="module")
-def five(tmp_path_factory: pytest.TempPathFactory) -> Page:
+def five(tmp_path_factory):
     """A page of five sites, with its figures; for tests that are marked `drawn`."""
     return page(builder(tmp_path_factory.mktemp("five"))(FIVE))
 
 
 @pytest.mark.drawn
-def test_fetches_nothing_and_refers_to_nothing_that_is_missing(five: Page) -> None:
+def test_fetches_nothing_and_refers_to_nothing_that_is_missing(five):
     found = five
     for tag, key, value in found.attributes:
         if key in {"src", "href", "xlink:href", "srcset", "data", "action", "poster"}:
@@ -90,14 +90,14 @@ def test_fetches_nothing_and_refers_to_nothing_that_is_missing(five: Page) -> No
 
 
 @pytest.mark.drawn
-def test_it_is_well_formed_and_says_nothing_of_nothing(five: Page) -> None:
+def test_it_is_well_formed_and_says_nothing_of_nothing(five):
     """Of joining where no site was trained alone; a missing figure is no word of Python's."""
     assert five.crossed == []
     assert "worth joining" not in five.text
     assert not re.search(r"\bNone\b|\bnan\b", five.text)
 
 
-def test_an_accuracy_has_the_interval_of_its_test_records(build: Build) -> None:
+def test_an_accuracy_has_the_interval_of_its_test_records(build):
     """Wilson's, whose ends solve (θ - share)² = z² θ (1 - θ) / n, n of records, not of sites."""
     folder = build(FIVE)
     summary = json.loads((folder / "summary.json").read_text())
@@ -122,9 +122,7 @@ def test_an_accuracy_has_the_interval_of_its_test_records(build: Build) -> None:
         ((1e-5, 2e-5), (0.0, 2.16e-5), False),
     ],
 )
-def test_no_metric_is_cut_off_unless_it_is_said(
-    build: Build, values: tuple[float, ...], ends: tuple[float, float], told: bool
-) -> None:
+def test_no_metric_is_cut_off_unless_it_is_said(build, values, ends, told):
     run = read_run(build(FIVE))
     rounds = [replace(run.last, round=i, metrics={"r2": v}) for i, v in enumerate(values)]
     drawn = charts.metric(replace(run, records=rounds), "r2")
@@ -133,7 +131,7 @@ def test_no_metric_is_cut_off_unless_it_is_said(
     assert ("-40 at worst" in drawn.caption) == told
 
 
-def test_a_digest_is_no_title_and_keys_break_at_points(build: Build) -> None:
+def test_a_digest_is_no_title_and_keys_break_at_points(build):
     folder = build(FIVE)
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**plan, "data": "table@0123456789abcdef"}))
@@ -142,7 +140,7 @@ def test_a_digest_is_no_title_and_keys_break_at_points(build: Build) -> None:
     assert "settings.<wbr>learning_rate" in source
 
 
-def test_names_every_site_and_states_the_guarantee(build: Build) -> None:
+def test_names_every_site_and_states_the_guarantee(build):
     text = page(build(FIVE, budgets=[1.5, 2, 2, 2, 8.25])).text
     for name in FIVE:
         assert name in text
@@ -163,7 +161,7 @@ def test_names_every_site_and_states_the_guarantee(build: Build) -> None:
         assert part in text
 
 
-def test_the_mechanism_and_what_gave_the_number_are_stated(build: Build) -> None:
+def test_the_mechanism_and_what_gave_the_number_are_stated(build):
     folder = build(FIVE)
     privacy = json.loads((folder / "privacy.json").read_text())
     privacy["accountant"] = "best"
@@ -174,33 +172,33 @@ def test_the_mechanism_and_what_gave_the_number_are_stated(build: Build) -> None
     assert "The smaller one is PLD's at 4 of 5 sites and RDP's at 1 of 5 sites" in text
 
 
-def test_epsilon_is_printed_rounded_up(build: Build) -> None:
+def test_epsilon_is_printed_rounded_up(build):
     # 4 rounds at 0.3004 spend 1.2016; a 1.20161 written anywhere must not be printed as 1.2016.
     text = page(build(FIVE, epsilon=dict.fromkeys(FIVE, 1.20161))).text
     assert "1.202 of 2" in text
     assert "1.2016" not in text
 
 
-def test_the_largest_epsilon_on_record_counts(build: Build) -> None:
+def test_the_largest_epsilon_on_record_counts(build):
     folder = build(FIVE, epsilon={})
     (folder / "summary.json").unlink()
     # What earlier rounds recorded stays spent: 3 rounds at 0.3004.
     assert "0.9012 of 2" in page(folder).text
 
 
-def test_an_unrecorded_epsilon_is_not_called_small(build: Build) -> None:
+def test_an_unrecorded_epsilon_is_not_called_small(build):
     spent = dict.fromkeys(FIVE, 1.0) | {"clinic-3": math.nan}
     text = page(build(FIVE, epsilon=spent)).text
     assert "not recorded of 2" in text
     assert "(clinic-3)" in text
 
 
-def test_an_overspent_site_is_shown_in_red(build: Build) -> None:
+def test_an_overspent_site_is_shown_in_red(build):
     assert "OVER BUDGET: clinic-2" in page(build(FIVE, epsilon={"clinic-2": 2.5})).text
     assert "OVER BUDGET" not in page(build(FIVE)).text
 
 
-def test_a_plain_run_is_marked_and_shows_no_epsilon(build: Build) -> None:
+def test_a_plain_run_is_marked_and_shows_no_epsilon(build):
     private, plain = page(build(FIVE)), page(build(FIVE, private=False))
     assert "NOT PRIVATE" in plain.text
     assert "NOT PRIVATE" not in private.text
@@ -211,7 +209,7 @@ def test_a_plain_run_is_marked_and_shows_no_epsilon(build: Build) -> None:
     assert plain.source.index("NOT PRIVATE") < plain.source.index('class="cards"')
 
 
-def test_seeded_randomness_is_marked_and_a_deployment_is_not(build: Build) -> None:
+def test_seeded_randomness_is_marked_and_a_deployment_is_not(build):
     folder = build(FIVE)
     assert "SIMULATION" in page(folder).text
     privacy = folder / "privacy.json"
@@ -221,14 +219,14 @@ def test_seeded_randomness_is_marked_and_a_deployment_is_not(build: Build) -> No
     assert "protects nobody" not in text
 
 
-def test_values_that_no_site_releases_are_marked(build: Build) -> None:
+def test_values_that_no_site_releases_are_marked(build):
     source = page(build(FIVE)).source
     for title in ("Ψ over rounds", "Accuracy of the sites", "Who holds what"):
         assert re.search(re.escape(title) + r' <span class="tag">simulator only', source)
 
 
 @pytest.mark.drawn
-def test_names_are_text_and_nothing_else(build: Build) -> None:
+def test_names_are_text_and_nothing_else(build):
     names = ["<b>", '"><script>alert(1)</script>', "$\\frac{$", "a&b", "医院"]
     refused = dict.fromkeys(names, "policy")
     found = page(build([*names, "other"], labels=(*names, "$x$"), refused=refused))
@@ -239,7 +237,7 @@ def test_names_are_text_and_nothing_else(build: Build) -> None:
 
 
 @pytest.mark.drawn
-def test_a_thousand_sites_stay_legible_and_small(build: Build) -> None:
+def test_a_thousand_sites_stay_legible_and_small(build):
     names = [f"ward-{i:04}" for i in range(1000)]
     folder = build(names, rounds=30, budgets=[1 + i / 1000 for i in range(1000)])
     found = page(folder)
@@ -257,9 +255,7 @@ def test_a_thousand_sites_stay_legible_and_small(build: Build) -> None:
     ("sites", "labels", "budgets"),
     [(1, 1, 1), (20, 100, 4), (21, 3, 1)],
 )
-def test_figures_have_room_for_long_names(
-    build: Build, sites: int, labels: int, budgets: int
-) -> None:
+def test_figures_have_room_for_long_names(build, sites, labels, budgets):
     # matplotlib warns where a figure's decorations leave no room; the suite makes that an error.
     names = [f"a-very-long-name-of-a-hospital-{i}" for i in range(sites)]
     classes = tuple(f"a-very-long-name-of-a-label-{i}" for i in range(labels))
@@ -269,7 +265,7 @@ def test_figures_have_room_for_long_names(
 
 
 @pytest.mark.drawn
-def test_a_few_sites_are_drawn_by_name_worst_first(five: Page) -> None:
+def test_a_few_sites_are_drawn_by_name_worst_first(five):
     source = five.source
     bars = next(s for s in re.findall(r"<svg.*?</svg>", source, re.DOTALL) if "of the sites" in s)
     names = re.findall(r">(clinic-\d)</text>", bars)
@@ -279,21 +275,21 @@ def test_a_few_sites_are_drawn_by_name_worst_first(five: Page) -> None:
     assert [name for _, name in sorted(zip(heights, names, strict=True))] == FIVE
 
 
-def test_the_entropy_of_accuracies_is_shown_with_its_bound(build: Build) -> None:
+def test_the_entropy_of_accuracies_is_shown_with_its_bound(build):
     # Shares 1/2, 1/4, 1/4: ln 2 / 2 + 2 ln 4 / 4 = 1.5 ln 2; of three equal ones it is ln 3.
     unequal = {n: SiteScore(a, 0.1, 9) for n, a in zip("abc", (0.8, 0.4, 0.4), strict=True)}
     text = page(build([*"abc"], scores=unequal)).text
     assert f"{1.5 * math.log(2):.4f} of at most {math.log(3):.4f} nats" in text
 
 
-def test_refusals_say_who_why_and_when(build: Build) -> None:
+def test_refusals_say_who_why_and_when(build):
     text = page(build(FIVE, refused={"clinic-4": "budget"})).text
     assert "clinic-4 budget: it has spent its privacy budget 1 4 4" in text
     assert "No site refused" in page(build(FIVE)).text
 
 
 @pytest.mark.drawn
-def test_a_diverged_run_is_reported(build: Build) -> None:
+def test_a_diverged_run_is_reported(build):
     lost = {name: SiteScore(0.1, math.inf, 10) for name in FIVE}
     lost["clinic-1"] = SiteScore(math.nan, math.nan, 10)
     text = page(
@@ -304,7 +300,7 @@ def test_a_diverged_run_is_reported(build: Build) -> None:
     assert "clinic-1; the worst 10 % have not a number" in text
 
 
-def test_defaults_are_distinguished_from_given_values(build: Build) -> None:
+def test_defaults_are_distinguished_from_given_values(build):
     folder = build(["a"])
     plan = json.loads((folder / "plan.json").read_text())
     plan |= {"settings": {"learning_rate": 0.125, "local_steps": 7}, "seed": 0}
@@ -326,7 +322,7 @@ def test_defaults_are_distinguished_from_given_values(build: Build) -> None:
         ("secure, at each site", "This run cannot be repeated"),
     ],
 )
-def test_the_page_says_what_a_repetition_gives(build: Build, randomness: str, told: str) -> None:
+def test_the_page_says_what_a_repetition_gives(build, randomness, told):
     folder = build(["a"])
     privacy = json.loads((folder / "privacy.json").read_text())
     (folder / "privacy.json").write_text(json.dumps({**privacy, "randomness": randomness}))
@@ -335,7 +331,7 @@ def test_the_page_says_what_a_repetition_gives(build: Build, randomness: str, to
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("rounds", [0, 1])
-def test_a_run_at_its_beginning_has_a_page(build: Build, rounds: int) -> None:
+def test_a_run_at_its_beginning_has_a_page(build, rounds):
     folder = build(FIVE, rounds=rounds, bytes_down=0, bytes_up=0)
     for name in ("summary", "environment", "partition"):
         (folder / f"{name}.json").unlink()
@@ -345,13 +341,13 @@ def test_a_run_at_its_beginning_has_a_page(build: Build, rounds: int) -> None:
 
 
 @pytest.mark.drawn
-def test_a_run_without_evaluation_has_a_page(build: Build) -> None:
+def test_a_run_without_evaluation_has_a_page(build):
     folder = build(FIVE, rounds=0, accuracy=None, loss=None, metrics={}, scores={})
     assert "[evaluation] share = 0.2" in page(folder).text
 
 
 @pytest.mark.drawn
-def test_the_page_of_a_run_is_always_the_same(five: Page) -> None:
+def test_the_page_of_a_run_is_always_the_same(five):
     assert page(five.folder).source == five.source
 
 
@@ -367,7 +363,7 @@ def test_odds_are_shown_for_every_budget(epsilon, delta):
 
 
 @pytest.mark.parametrize(("split_by", "expected"), [("record", 7.0), ("person", 5.0)])
-def test_a_persons_odds_count_evaluations(build: Build, split_by: str, expected: float) -> None:
+def test_a_persons_odds_count_evaluations(build, split_by, expected):
     """The records of one person may be trained on, held out, or, split one by one, both."""
     folder = build(["a"])
     path = folder / "privacy.json"

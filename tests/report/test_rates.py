@@ -27,7 +27,7 @@ def ldp(folder: Path, mechanism: str = "batch_clipped", **privacy: object) -> Pa
     return change(folder, "privacy", mechanism=mechanism, **privacy)
 
 
-def test_the_bound_in_bits_follows_from_the_papers_quantities(build: Build) -> None:
+def test_the_bound_in_bits_follows_from_the_papers_quantities(build):
     # R - d ln s with s = 0.01 Cσ: C cancels, (d/2) log2(2πe (1 + 1/(dσ²))) + d log2(100).
     found = rates(read_run(ldp(build(SITES))))
     assert not isinstance(found, str)
@@ -38,7 +38,7 @@ def test_the_bound_in_bits_follows_from_the_papers_quantities(build: Build) -> N
     assert found.table.rows[2][1] == f"{D * nats:,.0f} nats"
 
 
-def test_measured_bits_are_received_bytes_per_reply(build: Build) -> None:
+def test_measured_bits_are_received_bytes_per_reply(build):
     # Round 4 has a refusal: 3 sites x 4 rounds less one reply. Bytes of round 0 are not counted.
     folder = ldp(build(SITES, refused={"b": "budget"}))
     run = read_run(folder)
@@ -49,9 +49,7 @@ def test_measured_bits_are_received_bytes_per_reply(build: Build) -> None:
     assert coordinate(found.table.rows[0]) == pytest.approx(measured, rel=1e-3)
 
 
-def test_clipped_sum_noise_and_moment_are_over_expected_size(
-    build: Build,
-) -> None:
+def test_clipped_sum_noise_and_moment_are_over_expected_size(build):
     found = rates(read_run(ldp(build(SITES), "per_sample")))
     assert not isinstance(found, str)
     # In units of C/(qN): noise σ², moment (qN)² (1 + (1 - q)/(qN)) over d coordinates.
@@ -72,17 +70,17 @@ def test_clipped_sum_noise_and_moment_are_over_expected_size(
         (lambda build: ldp(build(SITES), "unheard of"), "not known to this version"),
     ],
 )
-def test_the_report_says_why_a_value_is_undefined(build: Build, make, why: str) -> None:
+def test_the_report_says_why_a_value_is_undefined(build, make, why):
     told = rates(read_run(make(build)))
     assert isinstance(told, str)
     assert why in told
 
 
-def test_noisy_sizes_do_not_matter_to_a_clipped_mean(build: Build) -> None:
+def test_noisy_sizes_do_not_matter_to_a_clipped_mean(build):
     assert not isinstance(rates(read_run(ldp(build(SITES), sizes="noisy"))), str)
 
 
-def test_the_page_states_the_bounded_quantity_and_unit(build: Build) -> None:
+def test_the_page_states_the_bounded_quantity_and_unit(build):
     from fedpact.report.page import render_run
 
     page = render_run(read_run(ldp(build(SITES))))
@@ -95,7 +93,7 @@ def coordinate(row: tuple[str, str, str, str]) -> float:
     return float(row[2].removesuffix(" bits").replace(",", ""))
 
 
-def test_bits_a_coordinate_are_those_of_all_messages(build: Build) -> None:
+def test_bits_a_coordinate_are_those_of_all_messages(build):
     """Up over the replies, of which one is missing and one late; down over what was asked."""
     folder = build(SITES, refused={"b": "budget", "c": "late"})
     run = read_run(folder)
@@ -108,7 +106,7 @@ def test_bits_a_coordinate_are_those_of_all_messages(build: Build) -> None:
     assert coordinate(found.table.rows[1]) == pytest.approx(8 * down / D / asked, rel=1e-3)
 
 
-def test_messages_of_evaluations_are_in_no_bits_a_coordinate(build: Build) -> None:
+def test_messages_of_evaluations_are_in_no_bits_a_coordinate(build):
     """Of rounds that are alike, one has an evaluation and takes more bytes."""
     folder = ldp(build(SITES))
     before = [found(read_run(folder)).table.rows[0][1:3] for found in (rates, wire)]
@@ -128,7 +126,7 @@ def test_messages_of_evaluations_are_in_no_bits_a_coordinate(build: Build) -> No
         ({"privacy": {"trust": "sum"}, "secure_aggregation": {"threshold": 2}}, [4.0]),
     ],
 )
-def test_entropies_are_of_the_rounded_values(build: Build, plan, units) -> None:
+def test_entropies_are_of_the_rounded_values(build, plan, units):
     found = wire(read_run(change(build(SITES), "plan", **plan)))
     assert not isinstance(found, str)
     bits = [coordinate(row) for row in found.table.rows[2:]]
@@ -136,5 +134,5 @@ def test_entropies_are_of_the_rounded_values(build: Build, plan, units) -> None:
     assert bits == pytest.approx(expected, abs=0.02)
 
 
-def test_a_run_that_has_not_ended_has_no_bits_yet(build: Build) -> None:
+def test_a_run_that_has_not_ended_has_no_bits_yet(build):
     assert "has not ended" in str(wire(read_run(build(SITES, rounds=0))))

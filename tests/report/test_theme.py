@@ -1,8 +1,6 @@
 """The colours of pages: each is legible in both schemes, and figures have no others."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +23,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
-def test_text_and_lines_stand_out(scheme: dict[str, str]) -> None:
+def test_text_and_lines_stand_out(scheme):
     assert set(scheme) == set(LIGHT)
     for text in ("ink", "soft", "link", "bad", "warn"):
         assert contrast(scheme[text], scheme["page"]) >= 4.5, text
@@ -34,7 +32,7 @@ def test_text_and_lines_stand_out(scheme: dict[str, str]) -> None:
 
 
 @pytest.mark.drawn
-def test_figures_have_the_pages_colours_and_no_others(build: Callable[..., Path]) -> None:
+def test_figures_have_the_pages_colours_and_no_others(build):
     source = write_report(build(["a", "b", "c"])).read_text()
     figures = re.findall(r"<svg.*?</svg>", source, re.DOTALL)
     assert len(figures) > 6
@@ -43,7 +41,7 @@ def test_figures_have_the_pages_colours_and_no_others(build: Callable[..., Path]
         assert set(re.findall(r"var\(--([\w-]+)\)", figure)) <= set(LIGHT)
 
 
-def test_paper_is_light_and_a_notebooks_theme_goes_first() -> None:
+def test_paper_is_light_and_a_notebooks_theme_goes_first():
     # Dark is within a screen's rules alone; a notebook's own attribute comes after the system's.
     before, rest = css().split("@media screen and (prefers-color-scheme:dark)")
     assert DARK["page"] not in before

@@ -5,7 +5,6 @@ import math
 import re
 import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
@@ -127,7 +126,7 @@ def cli(*arguments: str) -> None:
     app([*arguments], standalone_mode=False)
 
 
-def test_init_writes_once_and_only_plans(tmp_path: Path, capsys):
+def test_init_writes_once_and_only_plans(tmp_path, capsys):
     file = tmp_path / "mine.toml"
     with pytest.raises(PlanError, match=r"privacy\.epsilon is -1"):
         cli("init", str(file), "--set", "privacy.epsilon=-1")

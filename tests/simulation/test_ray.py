@@ -161,7 +161,7 @@ def test_run_begun_on_ray_and_resumed_on_threads_is_one_run(runs, on_ray):
 
 
 @pytest.fixture
-def site(tmp_path) -> VirtualSite:
+def site(tmp_path):
     """A site of a plain run with two records."""
     pytest.importorskip("ray", reason=WITHOUT)
     plan = Plan.parse({"privacy": {"mode": "none"}, "sites": 1, "model": "logistic"})

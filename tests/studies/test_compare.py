@@ -23,7 +23,6 @@ from fedpact.common.messages import State
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 from fedpact.privacy.ledger.receipt import receipt
-from fedpact.report.compared_runs import Comparison
 from fedpact.studies import pool
 from fedpact.studies.pool import Job, RunProgress
 
@@ -36,7 +35,7 @@ PLANS = {"one": FEDAVG, "two": FEDFDP, "broken": BROKEN}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[RunProgress]]:
+def whole(tmp_path_factory):
     news: list[RunProgress] = []
     folder = tmp_path_factory.mktemp("compare") / "c"
     with pytest.MonkeyPatch.context() as patched:
@@ -44,9 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[Ru
         return fedpact.compare(PLANS, [3], folder, on_news=news.append), news
 
 
-def test_a_run_of_a_comparison_is_the_run_of_its_plan(
-    whole: tuple[Comparison, list[RunProgress]], tmp_path: Path
-) -> None:
+def test_a_run_of_a_comparison_is_the_run_of_its_plan(whole, tmp_path):
     comparison, _ = whole
     for entry, plan in (("one", FEDAVG), ("two", FEDFDP)):
         alone = Plan.parse({**plan.model_dump(mode="json"), "seed": 3})
@@ -56,9 +53,7 @@ def test_a_run_of_a_comparison_is_the_run_of_its_plan(
             assert made.read_bytes() == (tmp_path / entry / file).read_bytes()
 
 
-def test_the_page_and_the_document_hold_what_the_runs_say(
-    whole: tuple[Comparison, list[RunProgress]],
-) -> None:
+def test_the_page_and_the_document_hold_what_the_runs_say(whole):
     comparison, _ = whole
     document = json.loads((comparison.folder / "comparison.json").read_text())
     for name in ("one", "two"):
@@ -74,9 +69,7 @@ def test_the_page_and_the_document_hold_what_the_runs_say(
     assert (comparison.folder / "comparison.html").stat().st_size > 10_000
 
 
-def test_a_run_that_fails_takes_no_other_with_it(
-    whole: tuple[Comparison, list[RunProgress]],
-) -> None:
+def test_a_run_that_fails_takes_no_other_with_it(whole):
     comparison, news = whole
     one, two, broken = comparison.entries
     assert (len(one.runs), len(two.runs), len(broken.runs)) == (1, 1, 0)
@@ -88,9 +81,7 @@ def test_a_run_that_fails_takes_no_other_with_it(
     assert comparison.inequalities == seeds
 
 
-def test_only_missing_runs_are_run(
-    whole: tuple[Comparison, list[RunProgress]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_missing_runs_are_run(whole, monkeypatch):
     comparison, _ = whole
     folder, news = comparison.folder, list[RunProgress]()
     two = {name: PLANS[name] for name in ("one", "two")}
@@ -109,9 +100,7 @@ def test_only_missing_runs_are_run(
     assert (folder / "two" / "seed-3" / "model.safetensors").read_bytes() == model
 
 
-def test_tuning_cost_is_counted_from_existing_ledgers(
-    whole: tuple[Comparison, list[RunProgress]],
-) -> None:
+def test_tuning_cost_is_counted_from_existing_ledgers(whole):
     folder = whole[0].folder
     two = {name: PLANS[name] for name in ("one", "two")}
     (found,) = fedpact.compare(two, [3], folder, counted=True).counted
@@ -133,7 +122,7 @@ def test_tuning_cost_is_counted_from_existing_ledgers(
     assert all(line in html.unescape(page) for line in found.lines)
 
 
-def test_trying_is_counted_only_where_it_adds_up(tmp_path: Path) -> None:
+def test_trying_is_counted_only_where_it_adds_up(tmp_path):
     given = FEDAVG.model_dump(mode="json", exclude={"privacy"}, exclude_unset=True)
     plain = Plan.parse({**given, "privacy": {"mode": "none"}})
     own = {"data": str(tmp_path / "visits.csv"), "label": "sick", "person": "patient_id"}
@@ -146,11 +135,8 @@ def test_trying_is_counted_only_where_it_adds_up(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_table_and_fails_where_a_run_did(
-    whole: tuple[Comparison, list[RunProgress]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    whole, tmp_path, monkeypatch, capsys
+):
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(pool, "_work", stand_in.refuse)
     files = []
@@ -184,9 +170,7 @@ def test_the_command_prints_the_table_and_fails_where_a_run_did(
     assert told.out.rstrip().endswith("comparison.html")
 
 
-def test_a_sweep_runs_every_value_and_calls_it_no_inequality(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_runs_every_value_and_calls_it_no_inequality(tmp_path, monkeypatch):
     monkeypatch.setattr(Job, "here", True)  # two processes less to begin
     plan = Plan.parse({**TABLES, "rounds": 1})
     values = {"privacy.epsilon": [1, 4.0], "settings.learning_rate": [0.5]}
@@ -201,16 +185,14 @@ def test_a_sweep_runs_every_value_and_calls_it_no_inequality(
 
 
 @pytest.mark.parametrize(("key", "own"), [("model", "mlp"), ("data", "digits")])
-def test_an_object_for_all_plans_with_a_sweep_of_it_is_refused(
-    tmp_path: Path, key: str, own: str
-) -> None:
+def test_an_object_for_all_plans_with_a_sweep_of_it_is_refused(tmp_path, key, own):
     given, sweep = {key: own}, {key: ["logistic", "ngram"]}
     with pytest.raises(PlanError, match=f"{key}=... with a sweep of {key}"):
         fedpact.compare(FEDAVG, 1, tmp_path / "s", sweep=sweep, jobs=1, **given)
     assert not (tmp_path / "s").exists()
 
 
-def test_a_folder_of_other_plans_is_refused(whole: tuple[Comparison, list[RunProgress]]) -> None:
+def test_a_folder_of_other_plans_is_refused(whole):
     other = Plan.parse({**FEDAVG.model_dump(mode="json"), "rounds": 3})
     with pytest.raises(PlanError, match="holds a run of another configuration"):
         fedpact.compare({"new": FEDFDP, "one": other}, [3], whole[0].folder)
@@ -229,9 +211,7 @@ def compare_interrupted(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Non
     assert end.value.code == 130
 
 
-def test_ctrl_c_ends_after_the_round_and_reruns_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_ends_after_the_round_and_reruns_continue(tmp_path, monkeypatch, capsys):
     # In this process; that others are told to stop and by what is in test_pool.
     update, rounds = fedavg.update, count(1)
 
@@ -252,7 +232,7 @@ def test_ctrl_c_ends_after_the_round_and_reruns_continue(
     assert entry.runs[0].last.round == 9
 
 
-def test_a_process_that_is_to_stop_ends_after_the_round(tmp_path: Path) -> None:
+def test_a_process_that_is_to_stop_ends_after_the_round(tmp_path):
     told, stopping = list[tuple[Any, ...]](), Event()
 
     class Says:
@@ -267,12 +247,7 @@ def test_a_process_that_is_to_stop_ends_after_the_round(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
 
 
-def test_ctrl_c_before_joining_is_computed_says_so(
-    whole: tuple[Comparison, list[RunProgress]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ctrl_c_before_joining_is_computed_says_so(whole, tmp_path, monkeypatch, capsys):
     def interrupt(folder: Path, known: object, on_site: Callable[[str, int], None]) -> None:
         signal.raise_signal(signal.SIGINT)
         on_site("site-00", 2)
@@ -298,7 +273,7 @@ class Speaker(torch.nn.Module):
         return {"logits": self.head(self.words(input_ids) * attention_mask[..., None])}
 
 
-def test_texts_of_ones_own_are_compared_and_failures_are_logged(tmp_path, caplog) -> None:
+def test_texts_of_ones_own_are_compared_and_failures_are_logged(tmp_path, caplog):
     given = {"rounds": 1, "sites": 2, "task": "next_token", "label": "labels"}
     given["records"] = {"vocabulary": 9}
     plan, broken = Plan.parse(given), Plan.parse({**given, "local": {"head": 999}})

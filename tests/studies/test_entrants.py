@@ -28,23 +28,23 @@ algorithm = "{}"
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     path = tmp_path / "my study.toml"
     path.write_text(TOML.format("fedfdp", "learning_rate = 0.75\nfairness_weight = 0.25"))
     return path
 
 
-def test_an_algorithm_passed_as_a_plan_gets_a_remedy() -> None:
+def test_an_algorithm_passed_as_a_plan_gets_a_remedy():
     refused = CliRunner().invoke(app, ["compare", "fedavg", "fedprox"])
     assert "--algorithms fedavg,fedprox" in str(refused.exception)
 
 
-def test_a_configuration_is_read_as_run_reads_it(config: Path) -> None:
+def test_a_configuration_is_read_as_run_reads_it(config):
     assert read_plans([config], (), ["rounds=9"]) == {"my-study": Plan.read(config, ["rounds=9"])}
     assert read_plans([]) == {"default": Plan.read(None)}
 
 
-def test_algorithms_get_those_settings_that_they_know(config: Path) -> None:
+def test_algorithms_get_those_settings_that_they_know(config):
     plans = read_plans([config], ["fedavg", "fedfdp"])
     assert list(plans) == ["fedavg", "fedfdp"]
     assert plans["fedfdp"] == Plan.read(config)
@@ -55,7 +55,7 @@ def test_algorithms_get_those_settings_that_they_know(config: Path) -> None:
     assert Plan.parse({**plans["fedavg"].model_dump(mode="json"), **same}) == plans["fedfdp"]
 
 
-def test_an_override_of_a_setting_goes_to_those_that_know_it(config: Path) -> None:
+def test_an_override_of_a_setting_goes_to_those_that_know_it(config):
     plans = read_plans(
         [config],
         ["fedavg", "fedfdp"],
@@ -66,7 +66,7 @@ def test_an_override_of_a_setting_goes_to_those_that_know_it(config: Path) -> No
     assert {plan.sites for plan in plans.values()} == {4}
 
 
-def test_an_unknown_setting_is_refused(config: Path) -> None:
+def test_an_unknown_setting_is_refused(config):
     with pytest.raises(PlanError, match=r"settings\.nonsense is no setting of fedavg or fedfdp"):
         read_plans([config], ["fedavg", "fedfdp"], ["settings.nonsense=1"])
     for bad in ("nowhere", ""):
@@ -74,7 +74,7 @@ def test_an_unknown_setting_is_refused(config: Path) -> None:
             read_plans([], ["fedavg", bad])
 
 
-def test_every_file_runs_with_every_algorithm(config: Path, tmp_path: Path) -> None:
+def test_every_file_runs_with_every_algorithm(config, tmp_path):
     other = tmp_path / "other.toml"
     other.write_text(TOML.format("fedavg", "learning_rate = 1.5"))
     plans = read_plans([config, other], ["fedavg", "fedfdp"])
@@ -82,11 +82,11 @@ def test_every_file_runs_with_every_algorithm(config: Path, tmp_path: Path) -> N
     assert plans["other-fedfdp"].settings == {"learning_rate": 1.5}
 
 
-def test_files_of_one_name_are_numbered(config: Path, tmp_path: Path) -> None:
+def test_files_of_one_name_are_numbered(config, tmp_path):
     assert list(read_plans([config, config])) == ["my-study", "my-study-2"]
 
 
-def test_plans_in_a_list_are_named_by_algorithm() -> None:
+def test_plans_in_a_list_are_named_by_algorithm():
     plans = [Plan(), Plan(rounds=3), Plan(algorithm="fedfdp"), Plan(rounds=4)]
     found = name_plans(plans)
     assert list(found) == ["fedavg", "fedavg-2", "fedfdp", "fedavg-3"]
@@ -94,19 +94,19 @@ def test_plans_in_a_list_are_named_by_algorithm() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "a b", "é", "a\n"])
-def test_names_that_cannot_be_folders_are_refused(name: str) -> None:
+def test_names_that_cannot_be_folders_are_refused(name):
     with pytest.raises(InputError, match="an entry is called"):
         name_plans({name: Plan()})
 
 
-def test_no_plans_and_names_alike_are_refused() -> None:
+def test_no_plans_and_names_alike_are_refused():
     with pytest.raises(InputError, match="nothing to compare"):
         name_plans([])
     with pytest.raises(InputError, match="differ by more than case"):
         name_plans({"a": Plan(), "A": Plan()})
 
 
-def test_a_single_plan_is_accepted_and_other_input_refused() -> None:
+def test_a_single_plan_is_accepted_and_other_input_refused():
     assert name_plans(Plan()) == name_plans([Plan()])
     assert name_plans(plan for plan in [Plan()]) == name_plans([Plan()])
     for path in ("study.toml", Path("study.toml"), ["study.toml"], {"a": Path("study.toml")}):
@@ -124,9 +124,7 @@ def test_a_single_plan_is_accepted_and_other_input_refused() -> None:
         ({"run": {"ledgers": "kept"}}, "two: run.ledgers is 'kept'"),
     ],
 )
-def test_incomparable_plans_are_refused_before_writing(
-    tmp_path: Path, change: dict, told: str
-) -> None:
+def test_incomparable_plans_are_refused_before_writing(tmp_path, change, told):
     plans = {"one": Plan(), "two": Plan.parse(change)}
     for refuse in (lambda: comparable(plans), lambda: compare(plans, 1, tmp_path / "c")):
         with pytest.raises(PlanError, match=told):
@@ -134,7 +132,7 @@ def test_incomparable_plans_are_refused_before_writing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_that_are_measured_by_time_do_not_share_a_machine(tmp_path: Path) -> None:
+def test_runs_that_are_measured_by_time_do_not_share_a_machine(tmp_path):
     plan = Plan.parse({"budget": {"seconds": 60.0}})
     with pytest.raises(PlanError, match=r"jobs is 2 and fedavg has budget\.seconds = 60"):
         compare([plan], 2, tmp_path / "c", jobs=2)
@@ -143,7 +141,7 @@ def test_runs_that_are_measured_by_time_do_not_share_a_machine(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_run_with_the_same_seeds() -> None:
+def test_all_run_with_the_same_seeds():
     plans = {"one": Plan(seed=7), "two": Plan(seed=1)}
     assert seeds_of(plans, 3) == [7, 8, 9]
     assert seeds_of(plans, [5, 2]) == [5, 2]
@@ -152,7 +150,7 @@ def test_all_run_with_the_same_seeds() -> None:
             seeds_of(plans, bad)
 
 
-def test_a_seed_changes_nothing_else() -> None:
+def test_a_seed_changes_nothing_else():
     plan = Plan.parse({"rounds": 9, "run": {"evaluate_every": 3}})
     changed = reseed(plan, 5, workers=4)
     assert (changed.seed, changed.run.workers, changed.run.evaluate_every) == (5, 4, 3)
@@ -161,7 +159,7 @@ def test_a_seed_changes_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("jobs", "runs"), [(0, 1), (0, 1000), (1, 9), (2, 9), (1000, 3), (0, 0)])
-def test_the_cores_are_shared_out(jobs: int, runs: int) -> None:
+def test_the_cores_are_shared_out(jobs, runs):
     side_by_side, workers = shares(jobs, runs)
     assert side_by_side >= 1
     assert workers >= 1

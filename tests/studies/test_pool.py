@@ -18,7 +18,7 @@ from fedpact.studies.pool import Job, RunProgress, run_jobs
 
 
 @pytest.fixture(autouse=True)
-def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def _stand_in(monkeypatch):
     monkeypatch.setattr(pool, "_work", stand_in.work)
 
 
@@ -31,7 +31,7 @@ def never() -> bool:
     return False
 
 
-def test_every_job_ends_once_with_rounds_in_order(tmp_path: Path) -> None:
+def test_every_job_ends_once_with_rounds_in_order(tmp_path):
     news: list[RunProgress] = []
     wanted = jobs(tmp_path, *"abcde")
     assert run_jobs(wanted, 2, news.append, never) == {}
@@ -45,7 +45,7 @@ def test_every_job_ends_once_with_rounds_in_order(tmp_path: Path) -> None:
         assert all(n.failed is None for n in mine)
 
 
-def test_no_more_jobs_at_a_time_than_asked_for(tmp_path: Path) -> None:
+def test_no_more_jobs_at_a_time_than_asked_for(tmp_path):
     under_way: set[Job] = set()
     most = 0
 
@@ -58,7 +58,7 @@ def test_no_more_jobs_at_a_time_than_asked_for(tmp_path: Path) -> None:
     assert most == 1
 
 
-def test_a_process_is_kept_for_the_next_job_unless_it_dies(tmp_path: Path) -> None:
+def test_a_process_is_kept_for_the_next_job_unless_it_dies(tmp_path):
     wanted = jobs(tmp_path, "a", "refuses", "b", "crashes", "c", "d")
     run_jobs(wanted, 1, lambda _: None, never)
     a, refuses, b, crashes, c, d = (job.folder.with_suffix(".pid").read_text() for job in wanted)
@@ -66,7 +66,7 @@ def test_a_process_is_kept_for_the_next_job_unless_it_dies(tmp_path: Path) -> No
     assert multiprocessing.active_children() == []
 
 
-def test_a_process_with_a_plans_own_code_is_not_kept(tmp_path: Path) -> None:
+def test_a_process_with_a_plans_own_code_is_not_kept(tmp_path):
     a, b, c = jobs(tmp_path, "a", "b", "c")
     b = replace(b, plan=b.plan.model_copy(update={"model": "package.module:Net"}))
     run_jobs([a, b, c], 1, lambda _: None, never)
@@ -75,12 +75,12 @@ def test_a_process_with_a_plans_own_code_is_not_kept(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_a_run_s_output_is_not_the_next_ones(tmp_path: Path) -> None:
+def test_a_run_s_output_is_not_the_next_ones(tmp_path):
     run_jobs(jobs(tmp_path, "prints", "crashes"), 1, lambda _: None, never)
     assert "of this run" not in (tmp_path / "crashes" / "s1.error.txt").read_text()
 
 
-def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None:
+def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path):
     assert run_jobs(jobs(tmp_path, "meets1", "meets2"), 2, lambda _: None, never) == {}
 
 
@@ -93,9 +93,7 @@ def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path: Path) -> None
         ("silent", "the process ended with code 3: it printed nothing; see "),
     ],
 )
-def test_a_failure_is_explained_and_other_runs_continue(
-    tmp_path: Path, name: str, told: str
-) -> None:
+def test_a_failure_is_explained_and_other_runs_continue(tmp_path, name, told):
     news: list[RunProgress] = []
     failed = run_jobs(jobs(tmp_path, "a", name, "b"), 3, news.append, never)
     assert list(failed) == [(name, 1)]
@@ -110,7 +108,7 @@ def test_a_failure_is_explained_and_other_runs_continue(
         assert "Traceback" in kept.read_text()
 
 
-def test_a_corrected_failure_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_corrected_failure_leaves_no_trace(tmp_path):
     kept = tmp_path / "a" / "s0.error.txt"
     kept.parent.mkdir()
     kept.write_text("from last time")
@@ -118,11 +116,11 @@ def test_a_corrected_failure_leaves_no_trace(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
-def test_a_run_that_prints_much_is_not_held_up(tmp_path: Path) -> None:
+def test_a_run_that_prints_much_is_not_held_up(tmp_path):
     assert run_jobs(jobs(tmp_path, "floods"), 1, lambda _: None, never) == {}
 
 
-def test_stop_finishes_running_rounds_and_starts_nothing(tmp_path: Path) -> None:
+def test_stop_finishes_running_rounds_and_starts_nothing(tmp_path):
     news: list[RunProgress] = []
     failed = run_jobs(jobs(tmp_path, "slow", "slow", "a", "b"), 2, news.append, lambda: bool(news))
     # One that is not stopped fails in the end.
@@ -130,7 +128,7 @@ def test_stop_finishes_running_rounds_and_starts_nothing(tmp_path: Path) -> None
     assert {n.job.name for n in news} == {"slow"}
 
 
-def test_an_interrupt_here_ends_all_processes_at_once(tmp_path: Path) -> None:
+def test_an_interrupt_here_ends_all_processes_at_once(tmp_path):
     def interrupt(news: RunProgress) -> None:
         raise KeyboardInterrupt
 
@@ -140,7 +138,7 @@ def test_an_interrupt_here_ends_all_processes_at_once(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_ctrl_c_on_the_terminal_does_not_end_the_processes(tmp_path: Path) -> None:
+def test_ctrl_c_on_the_terminal_does_not_end_the_processes(tmp_path):
     news: list[RunProgress] = []
 
     def interrupt(told: RunProgress) -> None:
@@ -152,16 +150,14 @@ def test_ctrl_c_on_the_terminal_does_not_end_the_processes(tmp_path: Path) -> No
     assert [n.ended for n in news] == [False, True]
 
 
-def test_a_process_that_ctrl_c_ended_is_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ctrl_c_ended_is_no_failure(tmp_path, monkeypatch):
     """It imported the package still, so it did not ignore the signal yet."""
     monkeypatch.setattr(pool, "_POLL", 600)
     asked = iter([False])
     assert run_jobs(jobs(tmp_path, "interrupted"), 1, print, lambda: next(asked, True)) == {}
 
 
-def test_a_comparing_script_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
+def test_a_comparing_script_is_not_run_again_by_its_workers(tmp_path):
     """Though no `if __name__ == "__main__"` guards it. They make the run that is made here."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -21,7 +21,7 @@ FLOAT = torch.zeros(0)
 DOUBLE = torch.zeros(0, dtype=torch.float64)
 
 
-def test_equal_keys_give_equal_draws() -> None:
+def test_equal_keys_give_equal_draws():
     one, other = SeededDraws(7, "a", 3), SeededDraws(7, "a", 3)
     assert torch.equal(one.batch(500, 0.3, 2), other.batch(500, 0.3, 2))
     drawn = one.gaussian(9, FLOAT, 2, "loss")
@@ -29,7 +29,7 @@ def test_equal_keys_give_equal_draws() -> None:
     assert torch.equal(drawn, other.gaussian(9, FLOAT, 2, "loss"))
 
 
-def test_draws_differ_by_every_part_of_their_key() -> None:
+def test_draws_differ_by_every_part_of_their_key():
     keys = itertools.product((0, 1, 2**32, -1), ("a", "b", "1"), (1, 2), (0, 1, 11))
     first: dict[tuple[float, ...], object] = {}
     for seed, site, number, step in keys:
@@ -51,13 +51,13 @@ def test_draws_differ_by_every_part_of_their_key() -> None:
     ("one", "other"),
     [((1, 12), (11, 2)), (("a", "b"), ("ab",)), (("a,b",), ("a", "b")), ((1,), ("1",))],
 )
-def test_keys_are_unambiguous(one: tuple[str | int, ...], other: tuple[str | int, ...]) -> None:
+def test_keys_are_unambiguous(one, other):
     drawn = [torch.rand(4, generator=seeded_generator(*key)) for key in (one, other, (*one, ""))]
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_all_of_the_generators_state_comes_from_the_key() -> None:
+def test_all_of_the_generators_state_comes_from_the_key():
     # numpy's own Mersenne Twister, given the 624 words, is the reference: manual_seed would keep
     # no more than 32 bits of the key, and this torch's layout of the state is checked as well.
     key = ("seed", 5, "é")
@@ -74,7 +74,7 @@ def test_all_of_the_generators_state_comes_from_the_key() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.37, 0.9])
-def test_records_are_sampled_independently_at_their_rate(rate: float) -> None:
+def test_records_are_sampled_independently_at_their_rate(rate):
     records, steps = 40, 3000
     draws = SeededDraws(3, "site", 1)
     inside = np.zeros((steps, records))
@@ -101,7 +101,7 @@ def test_records_are_sampled_independently_at_their_rate(rate: float) -> None:
     assert abs(spread - steps) < 5 * math.sqrt(4 * steps)
 
 
-def test_extreme_rates() -> None:
+def test_extreme_rates():
     draws = SeededDraws(0, "a", 1)
     assert draws.batch(5, 1, 0).tolist() == [0, 1, 2, 3, 4]
     assert draws.batch(5, 1.0, 0).tolist() == [0, 1, 2, 3, 4]
@@ -112,7 +112,7 @@ def test_extreme_rates() -> None:
 
 
 @pytest.mark.parametrize("like", [FLOAT, DOUBLE])
-def test_noise_is_standard_normal(like: torch.Tensor) -> None:
+def test_noise_is_standard_normal(like):
     drawn = SeededDraws(1, "a", 1).gaussian(200_000, like, 0, "gradient")
     assert drawn.dtype == like.dtype
     values = drawn.double().numpy()
@@ -123,7 +123,7 @@ def test_noise_is_standard_normal(like: torch.Tensor) -> None:
     assert stats.binomtest(int((abs(values) > 4).sum()), 200_000, 6.334e-5).pvalue > LEVEL
 
 
-def test_noise_of_different_keys_is_uncorrelated() -> None:
+def test_noise_of_different_keys_is_uncorrelated():
     size = 20_000
     drawn = torch.stack(
         [
@@ -143,7 +143,7 @@ def test_noise_of_different_keys_is_uncorrelated() -> None:
     assert abs(correlations).max() * math.sqrt(size) < stats.norm.isf(LEVEL / 30)
 
 
-def test_noise_of_no_or_one_number() -> None:
+def test_noise_of_no_or_one_number():
     draws = SeededDraws(0, "a", 1)
     assert draws.gaussian(0, FLOAT, 0, "x").shape == (0,)
     ones = torch.cat([draws.gaussian(1, DOUBLE, step, "loss") for step in range(2000)])
@@ -154,7 +154,7 @@ def test_noise_of_no_or_one_number() -> None:
 @pytest.mark.parametrize(
     "size", [0, 1, 15, 16, 17, *(2**k + i for k in (17, 18) for i in (-1, 0, 1))]
 )
-def test_noise_is_added_in_parts_as_if_in_one(size: int, dtype: torch.dtype) -> None:
+def test_noise_is_added_in_parts_as_if_in_one(size, dtype):
     draws = SeededDraws(0, "a", 1)
     for whole in (size, 2 * size):
         drawn = draws.gaussian(whole, torch.empty(0, dtype=dtype), 2, "gradient")

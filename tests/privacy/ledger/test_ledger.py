@@ -30,7 +30,7 @@ BUDGET = Budget(2.0, 1e-5)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "site" / "ledger.jsonl"
 
 
@@ -49,7 +49,7 @@ def total(ledger: Ledger, run: str = "run") -> int:
 
 
 @pytest.fixture
-def ledger(path: Path) -> Iterator[Ledger]:
+def ledger(path):
     with opened(path) as found:
         found.reserve("run", BUDGET, EVENTS)
         yield found
@@ -68,7 +68,7 @@ def written(path: Path, *counts: int) -> bytes:
 # What it says
 
 
-def test_written_values_are_read_back(path: Path, ledger: Ledger) -> None:
+def test_written_values_are_read_back(path, ledger):
     charge(ledger, "1/0/x", 3, purpose=("loss", "gradient"), round_number=4, attempt=2)
     entries = read_entries(path)
     assert [entry["kind"] for entry in entries] == ["open", "reserve", "charge"]
@@ -89,7 +89,7 @@ def test_written_values_are_read_back(path: Path, ledger: Ledger) -> None:
     assert (ledger.head, ledger.length) == (entries[-1]["hash"], 3)
 
 
-def test_a_line_is_json_and_its_hash_that_of_the_rest_of_it(path: Path) -> None:
+def test_a_line_is_json_and_its_hash_that_of_the_rest_of_it(path):
     """The format on disk, from its description: any later version has to open it."""
     head, entry = "", dict[str, Any]()
     for number, line in enumerate(written(path, 2, 1, 3).splitlines()):
@@ -103,7 +103,7 @@ def test_a_line_is_json_and_its_hash_that_of_the_rest_of_it(path: Path) -> None:
     assert list(entry) == [*order, "q", "sigma", "count", "time", "previous"]
 
 
-def test_reopening_restores_the_exact_state(path: Path) -> None:
+def test_reopening_restores_the_exact_state(path):
     with opened(path) as ledger:
         ledger.reserve("run", BUDGET, EVENTS)
         ledger.reserve("später", Budget(1.0, 1e-6), {DEAR: 3})
@@ -119,7 +119,7 @@ def test_reopening_restores_the_exact_state(path: Path) -> None:
         assert ledger.spent("run") == {CHEAP: 15}
 
 
-def test_the_key_holds_its_own_value_only(path: Path) -> None:
+def test_the_key_holds_its_own_value_only(path):
     """By its file, entry for entry; a ledger that parted from it later holds what was before."""
     written(path, 2, 1, 3)
     early = path.read_bytes()
@@ -137,12 +137,12 @@ def test_the_key_holds_its_own_value_only(path: Path) -> None:
         assert (ledger.length, ledger.holds(*last)) == (last[0], False)
 
 
-def test_a_stranger_has_spent_nothing(ledger: Ledger) -> None:
+def test_a_stranger_has_spent_nothing(ledger):
     assert ledger.spent("nobody") == {}
 
 
 @pytest.mark.parametrize("other", [{"site": "b"}, {"hypothetical": False}])
-def test_the_ledger_of_another_site_or_kind_is_refused(path: Path, other: Any) -> None:
+def test_the_ledger_of_another_site_or_kind_is_refused(path, other):
     content = written(path, 1)
     with pytest.raises(LedgerError, match="was opened as"):
         opened(path, **other)
@@ -153,7 +153,7 @@ def test_the_ledger_of_another_site_or_kind_is_refused(path: Path, other: Any) -
 # What it allows
 
 
-def test_reservation_above_its_budget_is_refused(ledger: Ledger) -> None:
+def test_reservation_above_its_budget_is_refused(ledger):
     cost = epsilon({DEAR: 50}, 1e-5)
     length = ledger.length
     with pytest.raises(PolicyRefused, match=r"δ = 1e-05 \(add/remove one record\)"):
@@ -165,7 +165,7 @@ def test_reservation_above_its_budget_is_refused(ledger: Ledger) -> None:
     assert ledger.total() == (BUDGET.epsilon + cost, BUDGET.delta + 1e-5)
 
 
-def test_the_same_promise_twice_is_one_and_another_is_refused(path: Path, ledger: Ledger) -> None:
+def test_the_same_promise_twice_is_one_and_another_is_refused(path, ledger):
     ledger.reserve("run", BUDGET, EVENTS | {SampledGaussian(0.5, 1.0): 0})
     assert (ledger.length, ledger.total()) == (2, (2.0, 1e-5))
     one = [[CHEAP.q, CHEAP.sigma, 1000]]
@@ -180,7 +180,7 @@ def test_the_same_promise_twice_is_one_and_another_is_refused(path: Path, ledger
     assert ledger.length == len(read_entries(path)) == 2
 
 
-def test_events_are_charged_up_to_the_reserved_number_each(ledger: Ledger) -> None:
+def test_events_are_charged_up_to_the_reserved_number_each(ledger):
     charge(ledger, "a", 19, event=DEAR)
     with pytest.raises(BudgetExhausted, match="19 of 20 reserved events are spent"):
         charge(ledger, "b", 2, event=DEAR)
@@ -191,7 +191,7 @@ def test_events_are_charged_up_to_the_reserved_number_each(ledger: Ledger) -> No
     assert ledger.spent("run") == EVENTS
 
 
-def test_unreserved_events_are_refused(ledger: Ledger) -> None:
+def test_unreserved_events_are_refused(ledger):
     length = ledger.length
     for other in ({"run": "other"}, {"event": SampledGaussian(0.01, 4.0000001)}):
         with pytest.raises(PolicyRefused, match="has not reserved"):
@@ -202,7 +202,7 @@ def test_unreserved_events_are_refused(ledger: Ledger) -> None:
     assert ledger.length == length
 
 
-def test_a_repeated_simulated_request_is_charged_once(ledger: Ledger) -> None:
+def test_a_repeated_simulated_request_is_charged_once(ledger):
     steps: list[tuple[dict[str, Any], int]] = [
         ({"count": 3}, 3),
         ({"count": 3}, 3),
@@ -220,7 +220,7 @@ def test_a_repeated_simulated_request_is_charged_once(ledger: Ledger) -> None:
         assert total(ledger) == spent
 
 
-def test_in_a_deployment_every_charge_is_a_new_one(path: Path) -> None:
+def test_in_a_deployment_every_charge_is_a_new_one(path):
     with opened(path, hypothetical=False) as ledger:
         ledger.reserve("run", BUDGET, EVENTS)
         for _ in range(3):
@@ -231,7 +231,7 @@ def test_in_a_deployment_every_charge_is_a_new_one(path: Path) -> None:
         assert total(ledger) == 8
 
 
-def test_threads_may_share_a_ledger(path: Path, ledger: Ledger) -> None:
+def test_threads_may_share_a_ledger(path, ledger):
     def work(name: int) -> None:
         for step in range(15):
             charge(ledger, f"{name}/{step}")
@@ -248,9 +248,7 @@ def test_threads_may_share_a_ledger(path: Path, ledger: Ledger) -> None:
 # Durability
 
 
-def test_a_charge_is_on_the_disk_before_it_returns(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_charge_is_on_the_disk_before_it_returns(path, monkeypatch):
     synced: list[tuple[int, int]] = []
     real = os.fsync
 
@@ -273,7 +271,7 @@ def test_a_charge_is_on_the_disk_before_it_returns(
             assert synced == [(found.st_ino, found.st_size)]
 
 
-def test_simulated_charges_reach_disk_on_close(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_charges_reach_disk_on_close(path, monkeypatch):
     """Promises before they return; charges at the end, and at once where another process looks."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
@@ -290,7 +288,7 @@ def test_simulated_charges_reach_disk_on_close(path: Path, monkeypatch: pytest.M
     assert synced == [path.stat().st_size]
 
 
-def test_the_last_charged_round_is_known_also_after_reopening(path: Path) -> None:
+def test_the_last_charged_round_is_known_also_after_reopening(path):
     with opened(path) as ledger:
         assert ledger.last_round("run") == -1
         for run in ("run", "other"):
@@ -304,9 +302,7 @@ def test_the_last_charged_round_is_known_also_after_reopening(path: Path) -> Non
         assert ledger.last_round("third") == -1
 
 
-def test_killed_processs_charges_are_synced_before_use(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_processs_charges_are_synced_before_use(path, monkeypatch):
     written(path, 1)
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
@@ -346,7 +342,7 @@ for kill in range(10):
 """
 
 
-def test_killed_process_never_released_more_than_written(path: Path) -> None:
+def test_killed_process_never_released_more_than_written(path):
     lines = python(KILLED, str(path)).stdout.splitlines()
     assert len(lines) == 10
     for kill, line in enumerate(lines):
@@ -361,7 +357,7 @@ def python(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
 
 
-def test_two_processes_cannot_have_it_open(path: Path, ledger: Ledger) -> None:
+def test_two_processes_cannot_have_it_open(path, ledger):
     script = """
 import sys
 from pathlib import Path
@@ -399,9 +395,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", [0, 1, 100])
-def test_a_full_disk_stops_the_charge_and_loses_nothing(
-    path: Path, ledger: Ledger, room: int
-) -> None:
+def test_a_full_disk_stops_the_charge_and_loses_nothing(path, ledger, room):
     charge(ledger, "a", 2)
     content, head = path.read_bytes(), ledger.head
     for _ in range(2):
@@ -416,7 +410,7 @@ def test_a_full_disk_stops_the_charge_and_loses_nothing(
         assert total(again) == 5
 
 
-def test_a_full_disk_stops_opening_and_reserving(path: Path, ledger: Ledger) -> None:
+def test_a_full_disk_stops_opening_and_reserving(path, ledger):
     content = path.read_bytes()
     with largest_file(len(content) + 7), pytest.raises(LedgerError, match="make room"):
         ledger.reserve("other", BUDGET, EVENTS)
@@ -436,9 +430,7 @@ def test_a_full_disk_stops_opening_and_reserving(path: Path, ledger: Ledger) -> 
         read_entries(path.with_name("none.jsonl"))
 
 
-def test_a_disk_that_fails_altogether_closes_the_ledger(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_altogether_closes_the_ledger(path, monkeypatch):
     ledger = opened(path, hypothetical=False)
     ledger.reserve("run", BUDGET, EVENTS)
     charge(ledger, "a", 2)
@@ -462,9 +454,7 @@ def test_a_disk_that_fails_altogether_closes_the_ledger(
 @pytest.mark.parametrize(
     "how", ["removed", "moved", "replaced", "folder moved", "folder lost", "shortened", "extended"]
 )
-def test_a_file_that_others_changed_is_written_to_no_more(
-    path: Path, ledger: Ledger, how: str
-) -> None:
+def test_a_file_that_others_changed_is_written_to_no_more(path, ledger, how):
     content = path.read_bytes()
     if how == "removed":
         path.unlink()
@@ -491,7 +481,7 @@ def test_a_file_that_others_changed_is_written_to_no_more(
 # Damage
 
 
-def test_any_changed_byte_is_noticed(path: Path) -> None:
+def test_any_changed_byte_is_noticed(path):
     content = written(path, 2, 1, 3)
     last = content[:-1].rindex(b"\n") + 1
     flips = random.Random(0)
@@ -512,7 +502,7 @@ def test_any_changed_byte_is_noticed(path: Path) -> None:
         assert path.read_bytes() == damaged
 
 
-def test_a_changed_byte_in_the_last_line_is_noticed_or_counted(path: Path) -> None:
+def test_a_changed_byte_in_the_last_line_is_noticed_or_counted(path):
     content = written(path, 2, 1, 3)
     last = content[:-1].rindex(b"\n") + 1
     flips, refused = random.Random(0), 0
@@ -534,7 +524,7 @@ def test_a_changed_byte_in_the_last_line_is_noticed_or_counted(path: Path) -> No
     assert 0 < refused < len(content) - last
 
 
-def test_lines_taken_out_moved_or_repeated_are_noticed(path: Path) -> None:
+def test_lines_taken_out_moved_or_repeated_are_noticed(path):
     lines = written(path, 2, 1, 3).splitlines(keepends=True)
     damaged = [lines[:k] + lines[k + 1 :] for k in range(len(lines) - 1)]
     damaged += [[*lines[:k], lines[k], *lines[k:]] for k in range(len(lines))]
@@ -545,9 +535,7 @@ def test_lines_taken_out_moved_or_repeated_are_noticed(path: Path) -> None:
             opened(path)
 
 
-def test_a_line_of_another_ledger_or_in_other_words_is_noticed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_of_another_ledger_or_in_other_words_is_noticed(path, monkeypatch):
     content = written(path, 2, 1, 3)
     # A minute later, so that no line of the other is one of this ledger's.
     later = time.time() + 60
@@ -563,7 +551,7 @@ def test_a_line_of_another_ledger_or_in_other_words_is_noticed(
             opened(path)
 
 
-def test_a_shortened_ledger_shows_another_head_and_length(path: Path) -> None:
+def test_a_shortened_ledger_shows_another_head_and_length(path):
     lines = written(path, 2, 1, 3).splitlines(keepends=True)
     with opened(path) as ledger:
         head, length = ledger.head, ledger.length
@@ -575,7 +563,7 @@ def test_a_shortened_ledger_shows_another_head_and_length(path: Path) -> None:
         assert ledger.head != head
 
 
-def test_a_line_cut_anywhere_is_counted_as_spent(path: Path) -> None:
+def test_a_line_cut_anywhere_is_counted_as_spent(path):
     content = written(path, 2, 1, 3)
     last = content[:-1].rindex(b"\n") + 1
     for cut in range(last + 1, len(content)):
@@ -594,7 +582,7 @@ def test_a_line_cut_anywhere_is_counted_as_spent(path: Path) -> None:
             assert read_entries(path)[-1]["request"] == "next"
 
 
-def test_a_whole_line_without_its_end_counts_as_itself(path: Path) -> None:
+def test_a_whole_line_without_its_end_counts_as_itself(path):
     content = written(path, 2, 3)
     path.write_bytes(content[:-1])
     with opened(path) as ledger:
@@ -606,7 +594,7 @@ def test_a_whole_line_without_its_end_counts_as_itself(path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 300, b"{", b"\xff\xfe\n", b"[" * 99999, b"\n", b"\r"])
-def test_whatever_a_crash_left_at_the_end_is_counted(path: Path, tail: bytes) -> None:
+def test_whatever_a_crash_left_at_the_end_is_counted(path, tail):
     content = written(path, 4, 1)
     path.write_bytes(content + tail)
     assert len(read_entries(path)) == 4
@@ -620,7 +608,7 @@ def test_whatever_a_crash_left_at_the_end_is_counted(path: Path, tail: bytes) ->
     assert path.read_bytes().startswith(content + tail)
 
 
-def test_torn_line_counts_in_every_run_within_reservation(path: Path) -> None:
+def test_torn_line_counts_in_every_run_within_reservation(path):
     with opened(path) as ledger:
         ledger.reserve("run", BUDGET, EVENTS)
         ledger.reserve("full", BUDGET, {DEAR: 6})
@@ -639,7 +627,7 @@ def test_torn_line_counts_in_every_run_within_reservation(path: Path) -> None:
             charge(ledger, "b", 1, event=DEAR)
 
 
-def test_a_torn_line_that_is_damaged_later_is_noticed(path: Path) -> None:
+def test_a_torn_line_that_is_damaged_later_is_noticed(path):
     content = written(path, 4, 1)
     path.write_bytes(content + b'{"number"')
     opened(path).close()
@@ -655,9 +643,7 @@ def test_a_torn_line_that_is_damaged_later_is_noticed(path: Path) -> None:
             opened(path)
 
 
-def test_crash_while_counting_a_torn_line_is_a_torn_line(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_while_counting_a_torn_line_is_a_torn_line(path, monkeypatch):
     content = written(path, 4, 1) + b'{"number"'
     path.write_bytes(content)
     with largest_file(len(content) + 50), pytest.raises(LedgerError, match="make room"):
@@ -669,7 +655,7 @@ def test_crash_while_counting_a_torn_line_is_a_torn_line(
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_repeated_crashes_each_leave_a_counted_line(path: Path, times: int) -> None:
+def test_repeated_crashes_each_leave_a_counted_line(path, times):
     content = written(path, 4, 1) + b'{"number": 4, "kind": "cha'
     for _ in range(times - 1):
         path.write_bytes(content)
@@ -693,7 +679,7 @@ def test_repeated_crashes_each_leave_a_counted_line(path: Path, times: int) -> N
 
 
 @pytest.mark.parametrize("content", [b"notes\n", b"{}\n", b"\n", b'{"number": 0, ', b"\0" * 10])
-def test_a_file_that_is_not_a_ledger_is_left_unchanged(path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_ledger_is_left_unchanged(path, content):
     path.parent.mkdir()
     path.write_bytes(content)
     with pytest.raises(LedgerError, match="line 1 is unreadable"):
@@ -701,7 +687,7 @@ def test_a_file_that_is_not_a_ledger_is_left_unchanged(path: Path, content: byte
     assert path.read_bytes() == content
 
 
-def test_an_empty_file_is_a_new_ledger(path: Path) -> None:
+def test_an_empty_file_is_a_new_ledger(path):
     path.parent.mkdir()
     path.touch()
     with opened(path) as ledger:
@@ -719,7 +705,7 @@ def altered(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(b"\n".join([*lines[:-1], json.dumps(entry).encode(), b""]))
 
 
-def test_entries_of_another_form_are_refused(path: Path) -> None:
+def test_entries_of_another_form_are_refused(path):
     changes: list[Callable[[dict[str, Any]], None]] = [
         lambda entry: entry.pop("sigma"),
         lambda entry: entry.update(sigma=-1.0),

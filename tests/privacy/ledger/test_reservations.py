@@ -1,7 +1,5 @@
 """A run's promise, and one that stands beside it for other records of the same site."""
 
-from pathlib import Path
-
 import pytest
 
 from fedpact.common.errors import PolicyRefused
@@ -13,7 +11,7 @@ from fedpact.privacy.ledger.reservations import CompanionReservation
 EVENT = SampledGaussian(0.1, 2.25)
 
 
-def test_the_larger_of_training_and_evaluation_counts(tmp_path: Path) -> None:
+def test_the_larger_of_training_and_evaluation_counts(tmp_path):
     """A record is one of those trained on or one of those held out, and bears one of both."""
     path, beside = tmp_path / "ledger.jsonl", CompanionReservation("run", "split")
     with Ledger(path, "a", hypothetical=True) as ledger:

@@ -10,7 +10,7 @@ from fedpact.studies.papers.measure import heterogeneity, spectrum
 
 
 @pytest.fixture
-def draws() -> np.random.Generator:
+def draws():
     return np.random.default_rng(8)
 
 

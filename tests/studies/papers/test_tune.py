@@ -52,7 +52,7 @@ def refused(*arguments: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _no_figure(request, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_figure(request, monkeypatch):
     """To draw one takes most of a command's time."""
     if "figure" not in request.node.name:
         draw = "fedpact.studies.papers.fedproxvr.draw"
@@ -60,7 +60,7 @@ def _no_figure(request, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def private(tmp_path_factory):
     """A run of FedFDP on sites of unlike labels; every site has fewer than 1000 records."""
     plan = Plan.parse(
         {
