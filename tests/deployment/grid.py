@@ -7,10 +7,11 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
+import torch
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedpact.common.messages import FREE, READY, from_bytes, to_bytes
+from fedpact.common.messages import FREE, READY, Task, from_bytes, to_bytes
 from fedpact.common.run_folder import Folder
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.server_process import coordinate
@@ -18,14 +19,23 @@ from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.deployment.store import Store, read_store
+from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.secure_aggregation import keys
 
 NAMES = ("site-00", "site-01", "site-02")
 
+SECURE = {"secure_aggregation": {"threshold": 2}}
+
+PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
 
 FLOATS = {"compression": {"kind": "none"}}
 """Of a plan whose messages hold the numbers as they are, to be compared and forged."""
+
+
+def content(message):
+    """What a message of Flower's holds."""
+    return from_bytes(flower_records.from_record(message.content)[0])
 
 
 class Node:
@@ -39,13 +49,17 @@ class Node:
         self.hangs, self.since, self.said = False, "first", []
         self.handed = 0
 
+    @property
+    def asked(self):
+        """The last question."""
+        return from_bytes(self.heard[-1])
+
     def is_stuck_at(self, message):
         """A site that hangs does so in its rounds."""
-        question = from_bytes(flower_records.from_record(message.content)[0])
-        return self.hangs and getattr(question, "algorithm", "") != READY
+        return self.hangs and getattr(content(message), "algorithm", "") != READY
 
     def hear(self, message):
-        question = from_bytes(flower_records.from_record(message.content)[0])
+        question = content(message)
         if getattr(question, "algorithm", "") in FREE:
             # Before and after a run: tests are of what is between.
             self.handed += question.algorithm != READY
@@ -64,8 +78,21 @@ class Node:
 
     def change(self, message, answer, **changes):
         """The site's own answer with other fields, signed by it."""
-        reply = from_bytes(flower_records.from_record(answer().content)[0])
+        reply = content(answer())
         return self.forge(message, to_bytes(type(reply)(**{**vars(reply), **changes})))
+
+    def restart(self, directory=None):
+        """Begin a new process, in another directory if one is given."""
+        self.site.close()
+        self.directory = directory or self.directory
+        self.site = Site(self.directory)
+
+    def spend(self, *rounds):
+        """Charge for rounds whose replies are lost."""
+        self.site.take_part()
+        for number in rounds:
+            task = Task(self.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
+            self.site._client.handle(task, self.site._bench)
 
 
 class Clock:
@@ -169,11 +196,23 @@ class Run:
         self.nodes = [Node(10 + i, site) for i, site in enumerate(sites)]
         self.records, self.summary = [], None
 
-    def __call__(self):
+    def __call__(self, grid=Grid, on_round=lambda record: None):
         self.records = []
-        coordinator = Coordinator.of(self.directory / "server")
-        self.summary = coordinate(coordinator, Grid(self.nodes), self.records.append)
+
+        def note(record):
+            self.records.append(record)
+            on_round(record)
+
+        self.summary = coordinate(self.coordinator, grid(self.nodes), note)
         return self.records
+
+    @property
+    def coordinator(self):
+        return Coordinator.of(self.directory / "server")
+
+    def plan(self, **asked):
+        """The sites' plan, of records that were asked for in these tables."""
+        return Plan.parse({**self.nodes[0].site.plan.model_dump(mode="json"), **asked})
 
     def refused(self):
         """Carry it out, and return who was refused in each round, and why."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from flwr.app import Message
 from flwr.supercore.task_identity import TaskIdentity
-from tests.deployment.grid import FLOATS, Node, forget, stored
+from tests.deployment.grid import FLOATS, SECURE, Node, content, forget, stored
 from tests.deployment.test_site import change, charged, task_of
 from typer.testing import CliRunner
 
@@ -271,8 +271,7 @@ def test_a_question_says_what_its_signature_covers(deployment):
     def given(record):
         message = Message(record, 10, "train")
         message.metadata.__dict__["_message_id"] = "x"
-        content = respond(node.site, node.key, message).content
-        return from_bytes(flower_records.from_record(content)[0]).code
+        return content(respond(node.site, node.key, message)).code
 
     try:
         for other in ((0, ""), (1, "a" * 64), (seen[0], "b" * 64), (seen[0], ""), ("1", 2), (1, 1)):
@@ -304,18 +303,18 @@ def test_a_damaged_store_is_reported_and_reserves_nothing(site_dir, damage):
 
 
 @pytest.mark.parametrize(
-    "content",
+    "reply",
     [b"\xff\xfe", b"", b"[]\n", b'["run", 1, 0]\n', b"[1, 2, 3, 4]\nx", b'["r", 1, 0, "d"]\nnone'],
 )
-def test_an_invalid_stored_reply_is_reported(site_dir, content):
+def test_an_invalid_stored_reply_is_reported(site_dir, reply):
     with closing(Store(site_dir)) as store:
-        store.write("reply", content)
+        store.write("reply", reply)
     with pytest.raises(DataError, match=r"site\.db cannot be understood"):
         Site(site_dir)
 
 
 @pytest.mark.parametrize(
-    "content",
+    "note",
     [
         *(b"\xff", b"", b"[]", b"7", b'{"who": "me"}', b'{"who": "me", "entry": 1}'),
         *(
@@ -324,8 +323,8 @@ def test_an_invalid_stored_reply_is_reported(site_dir, content):
         ),
     ],
 )
-def test_an_unreadable_ledger_note_is_reported(site_dir, content):
-    (site_dir / "ledger.jsonl.seen").write_bytes(content)
+def test_an_unreadable_ledger_note_is_reported(site_dir, note):
+    (site_dir / "ledger.jsonl.seen").write_bytes(note)
     with pytest.raises(LedgerError, match=r"ledger\.jsonl\.seen is unreadable"):
         Site(site_dir)
 
@@ -365,20 +364,6 @@ def federation(federate):
     return new
 
 
-def move(node, directory):
-    """The site's process now runs in another directory."""
-    node.site.close()
-    node.directory, node.site = directory, Site(directory)
-
-
-def asked(node):
-    message = from_bytes(node.heard[-1])
-    return message.round
-
-
-SECURE = {"secure_aggregation": {"threshold": 2}}
-
-
 @pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
 def test_restarted_snapshot_stays_out_and_charges_nothing(federation, tmp_path, plan):
     """Taken after round 1, put back before round 3: by length alone it would be let in again."""
@@ -386,10 +371,10 @@ def test_restarted_snapshot_stays_out_and_charges_nothing(federation, tmp_path, 
     node, snapshot = nodes[1], tmp_path / "snapshot"
 
     def behave(message, answer):
-        if asked(node) == 2 and not snapshot.exists():
+        if node.asked.round == 2 and not snapshot.exists():
             shutil.copytree(node.directory, snapshot)
-        if asked(node) == 3 and node.directory != snapshot:
-            move(node, snapshot)
+        if node.asked.round == 3 and node.directory != snapshot:
+            node.restart(snapshot)
         return answer()
 
     node.behave = behave
@@ -405,17 +390,17 @@ def test_of_two_alternating_copies_only_one_continues(federation, tmp_path, plan
     original, copy = node.directory, tmp_path / "copy"
 
     def behave(message, answer):
-        given, question = answer(), from_bytes(node.heard[-1])
-        refused = isinstance(from_bytes(flower_records.from_record(given.content)[0]), Refusal)
+        given, question = answer(), node.asked
+        refused = isinstance(content(given), Refusal)
         ends = refused or isinstance(question, Task) or question.step == "open"
         if ends and question.round < 4:
             if not copy.exists():
                 node.site.close()
                 shutil.copytree(original, copy)
-                move(node, original)
+                node.restart(original)
             # It is there anew, for the next round.
             node.since = f"after {question.round}"
-            move(node, copy if question.round in (1, 3) else original)
+            node.restart(copy if question.round in (1, 3) else original)
         return given
 
     node.behave = behave
@@ -431,14 +416,14 @@ def test_a_reply_with_a_shorter_ledger_is_rejected(federation):
     run, nodes, _ = federation(rounds=4)
     node = nodes[0]
     node.behave = lambda message, answer: (
-        node.change(message, answer, ledger_length=1) if asked(node) in (2, 3) else answer()
+        node.change(message, answer, ledger_length=1) if node.asked.round in (2, 3) else answer()
     )
     rejected = {"site-00": "rejected: ledger"}
     assert run.refused() == [{}, rejected, rejected, {}]
 
 
 def _until(node, number, answer):
-    if asked(node) == number:
+    if node.asked.round == number:
         raise RuntimeError("the server is killed")
     return answer()
 
@@ -462,7 +447,7 @@ def test_a_restored_server_gets_a_remedy(federation, tmp_path):
     backup = tmp_path / "backup"
 
     def behave(message, answer):
-        if asked(nodes[0]) == 2:
+        if nodes[0].asked.round == 2:
             shutil.copytree(directory / "server" / "run", backup, dirs_exist_ok=True)
         return answer()
 
@@ -523,11 +508,10 @@ def test_tightened_policy_opens_no_sum_in_its_round(federation):
     heard = []
 
     def behave(message, answer):
-        step = from_bytes(nodes[0].heard[-1]).step
-        if (asked(nodes[0]), step) == (2, "open"):
+        if (nodes[0].asked.round, nodes[0].asked.step) == (2, "open"):
             change(nodes[0].directory / "policy.toml", 'algorithms = ["fedavg"]', "algorithms = []")
         given = answer()
-        heard.append(from_bytes(flower_records.from_record(given.content)[0]))
+        heard.append(content(given))
         return given
 
     nodes[0].behave = behave

@@ -8,13 +8,12 @@ import struct
 import numpy as np
 import pytest
 import torch
-from tests.deployment.grid import NAMES, killed_before, stored
+from tests.deployment.grid import NAMES, PATIENCE, SECURE, content, killed_before, stored
 
 from fedpact.cli.commands import deploy as command
 from fedpact.common.errors import LedgerError, PlanError, PolicyRefused
 from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.deployment.admission import LedgerRegistry
-from fedpact.deployment.flower import flower_records
 from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.site_evaluation import _examiner_key
@@ -31,7 +30,6 @@ from fedpact.simulation.simulate import simulate
 EVALUATION_TABLE = {"share": 0.3, "every": 2, "epsilon": 4.0, "loss_bound": 3.0}
 PLAN = {"rounds": 3, "evaluation": EVALUATION_TABLE}
 TEST_SEEDS = {"seeds": "test"}
-PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
 
 
 @pytest.fixture
@@ -90,7 +88,7 @@ def test_only_a_reply_that_was_seen_may_be_older(tmp_path):
 def test_an_evaluation_that_no_site_answers_says_why(federate, monkeypatch, caplog):
     """Under secure aggregation the round is another attempt, with another model after it."""
     table = {"share": 0.3, "every": 1, "epsilon": 4.0, "loss_bound": 3.0}
-    more = {"secure_aggregation": {"threshold": 2}, "budget": {"spare_rounds": 2}}
+    more = {**SECURE, "budget": {"spare_rounds": 2}}
     run = federate({"patience": PATIENCE}, rounds=2, evaluation=table, **more)
     killed_before(run, 1, monkeypatch)
     records = run()
@@ -319,12 +317,12 @@ def test_a_false_reply_is_rejected_and_others_are_evaluated(federate):
     run = federate({}, **PLAN)
 
     def lie(message, answered):
-        asked = from_bytes(flower_records.from_record(message.content)[0])
-        if asked.algorithm != EVALUATION:
+        if content(message).algorithm != EVALUATION:
             return answered()
+        given = answered()
         huge = {"hits": torch.full((20,), 1e9, dtype=torch.float64)}
-        reply = from_bytes(flower_records.from_record(answered().content)[0])
-        return run.nodes[0].change(message, answered, vectors={**reply.vectors, **huge})
+        vectors = {**content(given).vectors, **huge}
+        return run.nodes[0].change(message, lambda: given, vectors=vectors)
 
     run.nodes[0].behave = lie
     run()

@@ -11,11 +11,10 @@ import os
 import random
 import signal
 import time
-from collections import Counter
 from contextlib import suppress
 
-import dp_accounting
 import pytest
+from tests import recounted
 from tests.deployment.grid import allow
 from tests.waiting import wait_for
 
@@ -102,37 +101,26 @@ def check_ledgers(directory, rounds, each):
         (event,) = run["events"]
         assert event["spent"] <= event["reserved"] == each * rounds
         events = charged(path)
-        assert sum(events.values()) == event["spent"]
-        assert recounted(events, run["delta"]) <= 2.0 * (1 + 1e-9)
+        assert sum(count for _, _, count in events) == event["spent"]
+        assert recounted.epsilon(events, run["delta"], "rdp") <= 2.0 * (1 + 1e-9)
         if run["honest"]:
-            own = {(q, s / math.sqrt(run["honest"])): count for (q, s), count in events.items()}
+            own = [(q, s / math.sqrt(run["honest"]), n) for q, s, n in events]
             alone = run["epsilon_alone_reserved"]
             assert run["epsilon_alone_spent"] <= alone
-            assert recounted(own, run["delta"]) <= alone * (1 + 1e-9)
+            assert recounted.epsilon(own, run["delta"], "rdp") <= alone * (1 + 1e-9)
 
 
 def charged(path):
-    """(q, σ) -> number of joint events, from the file's lines alone."""
-    events = Counter()
+    """(q, σ, number) of joint events, from the file's lines alone."""
+    events = []
     for line in path.read_bytes().splitlines():
         with suppress(ValueError):  # a line that a kill has torn: the next one counts it
             entry = json.loads(line)
             if entry["kind"] == "charge":
-                events[entry["q"], entry["sigma"]] += entry["count"]
+                events.append((entry["q"], entry["sigma"], entry["count"]))
             if entry["kind"] == "torn":
-                for _, q, sigma, count in entry["charges"]:
-                    events[q, sigma] += count
+                events += [(q, sigma, count) for _, q, sigma, count in entry["charges"]]
     return events
-
-
-def recounted(events, delta):
-    accountant = dp_accounting.rdp.RdpAccountant(
-        neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    )
-    for (q, sigma), count in events.items():
-        gaussian = dp_accounting.GaussianDpEvent(sigma)
-        accountant.compose(dp_accounting.PoissonSampledDpEvent(q, gaussian), count)
-    return accountant.get_epsilon(delta)
 
 
 def survive(make, directory, rounds, kills, spare, pause, **plan):

@@ -8,10 +8,12 @@ import math
 
 import pytest
 import torch
-from tests.deployment.grid import FLOATS, charged
+from tests.deployment.grid import FLOATS, SECURE, charged, content
+from tests.deployment.test_site import charged as charged_at
+from tests.deployment.test_site import task_of
 
-from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
-from fedpact.deployment.flower import flower_records, transport
+from fedpact.common.messages import Refusal, Reply, from_bytes, to_bytes
+from fedpact.deployment.flower import transport
 from fedpact.deployment.site import Site, answer
 from fedpact.simulation.secure_aggregation.transport import FalseSum
 
@@ -33,9 +35,9 @@ def telling(node, change):
     """The site answers as an honest one, with change(task, reply) in place of its fields."""
 
     def behave(message, answer):
-        task = from_bytes(node.heard[-1])
-        reply = from_bytes(flower_records.from_record(answer().content)[0])
-        return node.forge(message, to_bytes(Reply(**{**vars(reply), **change(task, reply)})))
+        given = answer()
+        changes = change(node.asked, content(given))
+        return node.change(message, lambda: given, **changes)
 
     node.behave = behave
 
@@ -105,7 +107,7 @@ def test_site_with_less_budget_does_not_end_the_run(federation):
 
 def test_a_sum_that_honest_sites_cannot_have_is_not_taken(federation):
     """Masked, one reply is not seen; the sum is. It is asked for once, as each try costs budget."""
-    run, nodes = federation(3, secure_aggregation={"threshold": 2}, budget={"spare_rounds": 1})
+    run, nodes = federation(3, **SECURE, budget={"spare_rounds": 1})
     honest = nodes[0].site._trained
 
     def lie(task):
@@ -123,17 +125,6 @@ def test_a_sum_that_honest_sites_cannot_have_is_not_taken(federation):
 
 
 # ---------------------------------------------------------------- what a server may ask
-
-
-def asked(site, number=1, **changes):
-    fields = {
-        "run": site.run,
-        "round": number,
-        "algorithm": site.plan.algorithm,
-        "vectors": {"w": torch.zeros(650)},
-        "numbers": {},
-    }
-    return Task(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -157,20 +148,20 @@ def asked(site, number=1, **changes):
 )
 def test_task_outside_the_plan_is_refused_uncharged(site_dir, changes):
     with Site(site_dir) as site:
-        task = asked(site, **changes)
+        task = task_of(site, **changes)
         refusal = from_bytes(site.handle(task))
         assert refusal == Refusal(site.run, task.round, "site-00", "task")
         # It changes nothing for the next one.
-        assert isinstance(from_bytes(site.handle(asked(site))), Reply)
+        assert isinstance(from_bytes(site.handle(task_of(site))), Reply)
     assert charged_at(site_dir) == 2
 
 
 @pytest.mark.parametrize("number", [6, 10**12])
 def test_a_round_beyond_the_plans_does_not_make_later_ones_stale(site_dir, number):
     with Site(site_dir) as site:
-        assert from_bytes(site.handle(asked(site, number))).code == "budget"
-        assert isinstance(from_bytes(site.handle(asked(site, 1))), Reply)
-        assert isinstance(from_bytes(site.handle(asked(site, 5))), Reply)
+        assert from_bytes(site.handle(task_of(site, number))).code == "budget"
+        assert isinstance(from_bytes(site.handle(task_of(site, 1))), Reply)
+        assert isinstance(from_bytes(site.handle(task_of(site, 5))), Reply)
     assert charged_at(site_dir) == 4
 
 
@@ -186,15 +177,15 @@ def test_a_controlled_round_has_at_most_the_plans_steps(make, tmp_path):
             {"local_steps": 1, "loss": 1e300},
             {"local_steps": 1, "rounds": 1.0},
         ):
-            assert from_bytes(site.handle(asked(site, numbers=numbers))).code == "task"
-        good = asked(site, numbers={"local_steps": 2, "loss": 2.3})
+            assert from_bytes(site.handle(task_of(site, numbers=numbers))).code == "task"
+        good = task_of(site, numbers={"local_steps": 2, "loss": 2.3})
         assert isinstance(from_bytes(site.handle(good)), Reply)
 
 
 def test_a_message_of_many_vectors_is_refused_unread(site_dir):
     """100,000 vectors had taken a site 27 s: its work now ends before their names are read."""
     with Site(site_dir) as site:
-        block = to_bytes(asked(site))
+        block = to_bytes(task_of(site))
         length = int.from_bytes(block[:8], "little")
         layout = json.loads(block[8 : 8 + length])
         end = layout["w"]["data_offsets"][1]
@@ -207,14 +198,6 @@ def test_a_message_of_many_vectors_is_refused_unread(site_dir):
         assert from_bytes(reply) == Refusal("", 0, "site-00", "error")
     assert "declares a header of" in told
     assert charged_at(site_dir) == 0
-
-
-def charged_at(directory):
-    class At:
-        pass
-
-    At.directory = directory
-    return charged(At)
 
 
 def test_a_ledger_with_too_many_entries_is_refused(federation):

@@ -6,15 +6,12 @@ References: the plan's public draw, the sites' own ledgers, and the simulation o
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.deployment.grid import FLOATS, NAMES, Clock, Grid
+from tests.deployment.grid import FLOATS, NAMES
 
 from fedpact.client import read_memory
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes
 from fedpact.deployment.final_model import FinalModel
-from fedpact.deployment.flower import requests, transport
-from fedpact.deployment.flower.server_process import coordinate
-from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.deployment.store import RunMemory
 from fedpact.plan import Plan
@@ -22,15 +19,9 @@ from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.simulation.simulate import simulate
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 PLAN = {"rounds": 5, "sites_per_round": 2}
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """Time passes where the server waits."""
-    found = Clock()
-    monkeypatch.setattr(transport, "time", found)
-    monkeypatch.setattr(requests, "time", found)
 
 
 def own(plan, name):
@@ -105,15 +96,12 @@ def test_restarted_server_continues_the_same_draws(federate):
     whole = federate({"seeds": "test"}, "a", **PLAN, **FLOATS)
     cut = federate({"seeds": "test"}, "b", **PLAN, **FLOATS)
 
-    class Ended(Exception):
-        pass
-
     def end(record):
         if record.round == 2:
-            raise Ended
+            raise KeyboardInterrupt
 
-    with pytest.raises(Ended):
-        coordinate(Coordinator.of(cut.directory / "server"), Grid(cut.nodes), end)
+    with pytest.raises(KeyboardInterrupt):
+        cut(on_round=end)
     assert [r.asked for r in cut()] == [r.asked for r in whole()]
     for node in cut.nodes:
         assert charged(node) == own(node.site.plan, node.directory.name)

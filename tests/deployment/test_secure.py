@@ -12,8 +12,11 @@ from scipy import stats
 from tests.deployment.grid import (
     FLOATS,
     NAMES,
+    PATIENCE,
+    SECURE,
     bound_on_spent,
     charged,
+    content,
     forget,
     killed_before,
     stored,
@@ -23,8 +26,6 @@ from fedpact.common.errors import DataError, PlanError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import Folder
-from fedpact.deployment.flower import flower_records
-from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store, StoreSlot
 from fedpact.privacy.ledger.receipt import receipt
@@ -40,8 +41,6 @@ from fedpact.simulation.simulate import simulate
 
 pytestmark = pytest.mark.usefixtures("clock")
 
-PATIENCE = {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1}
-SECURE = {"secure_aggregation": {"threshold": 2}}
 FIVE = {"sites": 5, "secure_aggregation": {"threshold": 3}}
 
 NAMES_OF_FIVE = tuple(f"site-0{k}" for k in range(5))
@@ -83,8 +82,7 @@ def loses(node, step, number, times=None):
     lost = []
 
     def behave(message, answer):
-        asked = from_bytes(node.heard[-1])
-        given = answer()
+        asked, given = node.asked, answer()
         at = step if isinstance(step, tuple) else (step,)
         if asked.round == number and asked.step in at and (times is None or len(lost) < times):
             lost.append(given)
@@ -238,7 +236,7 @@ def test_masked_replies_with_own_noise_are_short(federation, monkeypatch):
 
     def behave(message, answer):
         given = answer()
-        step = from_bytes(flower_records.from_record(given.content)[0])
+        step = content(given)
         if step.step == "masked":
             lengths.append(len(messages.reply_in(step).vectors["masked"]))
         return given
@@ -366,10 +364,9 @@ def test_site_restarted_in_a_session_has_dropped_out(federation):
     run, nodes = federation()
 
     def restart(message, answer):
-        asked = from_bytes(nodes[2].heard[-1])
+        asked = nodes[2].asked
         if (asked.round, asked.step) == (1, "masked"):
-            nodes[2].site.close()
-            nodes[2].site = Site(nodes[2].directory)
+            nodes[2].restart()
         return answer()
 
     nodes[2].behave = restart
@@ -397,7 +394,7 @@ def test_a_late_site_is_in_the_next_sum(federation):
     nodes[2].here = False
 
     def then_come(message, answer):
-        nodes[2].here = nodes[2].here or from_bytes(nodes[0].heard[-1]).step == "open"
+        nodes[2].here = nodes[2].here or nodes[0].asked.step == "open"
         return answer()
 
     nodes[0].behave = then_come
@@ -422,7 +419,7 @@ def test_refusing_site_is_asked_with_exponential_backoff(federation):
     run, nodes = federation(rounds=5)
 
     def behave(message, answer):
-        question = from_bytes(nodes[0].heard[-1])
+        question = nodes[0].asked
         if question.step == "keys" and question.round < 4:
             return nodes[0].forge(
                 message, to_bytes(Refusal(question.run, question.round, "site-00", "policy"))
@@ -442,10 +439,10 @@ def test_a_site_that_was_started_again_is_in_the_next_sum(federation):
     run, nodes = federation(rounds=3)
 
     def behave(message, answer):
-        given, question = answer(), from_bytes(nodes[0].heard[-1])
+        given, question = answer(), nodes[0].asked
         if (question.round, question.step) == (1, "open"):
-            nodes[0].site.close()
-            nodes[0].site, nodes[0].since = Site(nodes[0].directory), "later"
+            nodes[0].restart()
+            nodes[0].since = "later"
         return given
 
     nodes[0].behave = behave
@@ -470,8 +467,7 @@ def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypat
         run()
     kept = [stored(node.directory) for node in nodes]
     for node in nodes:
-        node.site.close()
-        node.site = Site(node.directory)
+        node.restart()
     assert [record.round for record in run()] == [0, 1, 2]
     assert [stored(node.directory) for node in nodes] == kept
     assert [charged(node) for node in nodes] == [4, 4, 4]
@@ -499,10 +495,10 @@ def test_a_wrong_answer_about_keys_excludes_its_site(federation):
     ]
 
     def behave(message, answer):
-        given = from_bytes(flower_records.from_record(answer().content)[0])
+        given = content(answer())
         if given.step == "keys" and len(told) < len(lies):
             given = lies[len(told)](given)
-            told.append(from_bytes(nodes[0].heard[-1]).round)
+            told.append(nodes[0].asked.round)
             nodes[0].since = f"again, {told}"  # so that it is asked in the next round, too
         return nodes[0].forge(message, to_bytes(given))
 
@@ -521,7 +517,7 @@ def test_space_for_an_opened_sum_is_reserved_before_the_charge(federation, monke
     home = nodes[0].directory
 
     def behave(message, answer):
-        asked = from_bytes(nodes[0].heard[-1])
+        asked = nodes[0].asked
         if (asked.round, asked.step) == (2, "open"):
             held.append(len(stored(home, "room for opened")))
         return answer()
@@ -588,19 +584,11 @@ def test_site_with_invalid_shares_is_excluded_from_next_attempt(federation, monk
     assert run.summary["status"] == "finished"
 
 
-def spend(node):
-    """Have a site charge what it has reserved."""
-    node.site.take_part()
-    for number in (101, 102):
-        task = Task(node.site.run, number, "fedavg", {"w": torch.zeros(650)}, {})
-        node.site._client.handle(task, node.site._bench)
-
-
 def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
     """Two of three have spent theirs: the third's vector would stand alone."""
     run, nodes = federation()
     for node in nodes[1:]:
-        spend(node)
+        node.spend(101, 102)
     records = run()
     assert run.summary["status"] == "budget"
     assert [record.round for record in records] == [0]
@@ -613,14 +601,14 @@ def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
 def test_run_ends_when_too_few_sites_have_budget(federation):
     """patience.least_replies is more than the threshold."""
     run, nodes = federation(patience={"least_replies": 3})
-    spend(nodes[0])
+    nodes[0].spend(101, 102)
     run()
     assert run.summary["status"] == "budget"
 
 
 def test_one_site_without_budget_is_left_out(federation):
     run, nodes = federation()
-    spend(nodes[0])
+    nodes[0].spend(101, 102)
     records = run()
     assert [record.refused for record in records[1:]] == [{"site-00": "budget"}] * 2
     assert run.summary["status"] == "finished"
@@ -631,7 +619,7 @@ def lies(node):
 
     def of(**changes):
         def behave(message, answer):
-            given = from_bytes(flower_records.from_record(answer().content)[0])
+            given = content(answer())
             if not isinstance(given, Step) or given.step != "masked":
                 return node.forge(message, to_bytes(given))
             reply = from_bytes(given.vectors["reply"].numpy().tobytes())
@@ -655,7 +643,7 @@ def test_a_bad_masked_reply_is_a_drop_out(federation):
     wrong = lies(nodes[0])
 
     def behave(message, answer):
-        number = from_bytes(nodes[0].heard[-1]).round
+        number = nodes[0].asked.round
         return wrong[list(wrong)[number - 1]](message, answer)
 
     nodes[0].behave = behave
@@ -707,8 +695,9 @@ def test_a_site_whose_owner_did_not_write_honest_takes_no_part(make, tmp_path):
 
 
 def shared_words(monkeypatch):
-    """Each share that a site's oracle makes, by site, round and attempt."""
+    """Each share that a site's oracle makes, and (round, attempt, sites, total) of sums opened."""
     made, share = {}, PrivateOracle._shared
+    opened, mean = [], SharedSum.mean
 
     def kept(oracle, *args, **more):
         given = share(oracle, *args, **more)
@@ -716,8 +705,13 @@ def shared_words(monkeypatch):
         made[oracle._terms.site, charge.round, charge.attempt] = oracle.shares["gradient"].clone()
         return given
 
+    def summed(coding, task, replies, total, layout):
+        opened.append((task.round, task.attempt, tuple(sorted(replies)), total.copy()))
+        return mean(coding, task, replies, total, layout)
+
     monkeypatch.setattr(PrivateOracle, "_shared", kept)
-    return made
+    monkeypatch.setattr(SharedSum, "mean", summed)
+    return made, opened
 
 
 @pytest.mark.parametrize(
@@ -732,7 +726,7 @@ def test_shared_noise_matches_simulation_and_gives_both_epsilons(federation, tmp
     run, nodes = federation("sum", seeds="test", **tables)
     records = run()
     assert [record.refused for record in records] == [{}] * 3
-    plan = Coordinator.of(run.directory / "server").plan
+    plan = run.coordinator.plan
     result = simulate(plan, tmp_path / "simulated")
     own = torch.cat([p.detach().reshape(-1) for _, p in sorted(result.model.named_parameters())])
     assert torch.equal(model(run), own)
@@ -756,32 +750,16 @@ def test_shared_noise_matches_simulation_and_gives_both_epsilons(federation, tmp
 def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch):
     """Its reply was removed and the server forgets what was opened: two sums of one
     attempt would differ by that site's own shares."""
-    made, opened = shared_words(monkeypatch), []
+    made, opened = shared_words(monkeypatch)
     run, nodes = federation(
         settings={"local_steps": 1}, rounds=1, budget={"spare_rounds": 3}, **SHARED
     )
-    mean, commit = SharedSum.mean, Folder.commit
-
-    def summed(coding, task, replies, total, layout):
-        opened.append((task.round, task.attempt))
-        return mean(coding, task, replies, total, layout)
-
-    def die(folder, checkpoint, record):
-        if record.round == 1:
-            raise KeyboardInterrupt
-        commit(folder, checkpoint, record)
-
-    monkeypatch.setattr(SharedSum, "mean", summed)
-    monkeypatch.setattr(Folder, "commit", die)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    monkeypatch.setattr(Folder, "commit", commit)
+    killed_before(run, 1, monkeypatch)
     forget(nodes[0].directory, "reply")
     (run.directory / "server" / "run" / "attempts.json").unlink()
-    nodes[0].site.close()
-    nodes[0].site = Site(nodes[0].directory)
+    nodes[0].restart()
     run()
-    assert opened == [(1, 0), (1, 1)]
+    assert [entry[:2] for entry in opened] == [(1, 0), (1, 1)]
     assert sorted(made) == [(site, 1, attempt) for site in NAMES for attempt in (0, 1)]
 
 
@@ -790,28 +768,20 @@ def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch)
 def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeypatch, step, who):
     """One of five sites, or the server, dies at each step of a session, and its answer with it:
     what is opened of an attempt is one sum, of its own noise, and both ε stay in their bounds."""
-    made, opened, number = shared_words(monkeypatch), [], 1 if step in AHEAD else 2
+    made, opened = shared_words(monkeypatch)
+    number, killed = 1 if step in AHEAD else 2, []
     run, nodes = federation(
         settings={"local_steps": 1}, budget={"spare_rounds": 4}, sites=5, **SHARED_BY_FIVE
     )
-    mean = SharedSum.mean
-
-    def summed(coding, task, replies, total, layout):
-        opened.append((task.round, task.attempt, tuple(sorted(replies)), total.copy()))
-        return mean(coding, task, replies, total, layout)
-
-    monkeypatch.setattr(SharedSum, "mean", summed)
-    killed = []
 
     def die(message, answer):
-        asked = from_bytes(nodes[1].heard[-1])
+        asked = nodes[1].asked
         if (asked.round, asked.step) != (number, step) or killed:
             return answer()
         killed.append(answer())
         if who == "server":
             raise KeyboardInterrupt
-        nodes[1].site.close()
-        nodes[1].site = Site(nodes[1].directory)
+        nodes[1].restart()
         return None
 
     nodes[1].behave = die
@@ -825,7 +795,7 @@ def test_no_vector_is_in_two_sums_and_no_budget_is_overspent(federation, monkeyp
     assert len({entry[:2] for entry in opened}) == len(opened)
     for number, attempt, sites, total in opened:
         shares = [made[site, number, attempt] for site in sites]
-        width = bits(Coordinator.of(run.directory / "server").terms)
+        width = bits(run.coordinator.terms)
         assert centre_words(total, width).tolist() == sum(shares).tolist()
     assert len({share.numpy().tobytes() for share in made.values()}) == len(made)
     for node in nodes:

@@ -5,21 +5,15 @@ Over the network in memory. The seeds are those of a test, so every run has one 
 
 import pytest
 import torch
-from tests.deployment.grid import Grid, charged
+from tests.deployment.grid import PATIENCE, SECURE, charged
 
 from fedpact.algorithms.wrappers import integers
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.common.run_folder import Folder
-from fedpact.deployment.flower.server_process import coordinate
-from fedpact.deployment.server import Coordinator
-from fedpact.deployment.site import Site
 
 pytestmark = pytest.mark.usefixtures("clock")
 
-CHOICES = {
-    "seeds": "test",
-    "patience": {"round_seconds": 0.6, "resend_seconds": 0.15, "join_seconds": 0.2, "retries": 1},
-}
+CHOICES = {"seeds": "test", "patience": PATIENCE}
 PLAN = {"compression": {"kind": "grid"}, "rounds": 4, "settings": {"local_steps": 2}}
 
 
@@ -63,8 +57,8 @@ def tasks_of(node):
 
 
 def restart(node):
-    node.site.close()
-    node.site, node.since = Site(node.directory), "again"
+    node.restart()
+    node.since = "again"
 
 
 def server_dies(run):
@@ -75,7 +69,7 @@ def server_dies(run):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        coordinate(Coordinator.of(run.directory / "server"), Grid(run.nodes), dies)
+        run(on_round=dies)
 
 
 WHOLE, SHORT, START = ["w"], ["grid/w"], ["grid/start"]
@@ -114,8 +108,8 @@ def test_a_site_with_another_start_gets_the_servers(federation, undisturbed, sec
 
 
 def test_without_retry_other_starts_get_the_servers_model(federate):
-    choices = {**CHOICES, "patience": {**CHOICES["patience"], "retries": 0}}
-    run = federate(choices, "r", **{**PLAN, "secure_aggregation": {"threshold": 2}})
+    choices = {**CHOICES, "patience": {**PATIENCE, "retries": 0}}
+    run = federate(choices, "r", **{**PLAN, **SECURE})
     for node in run.nodes[:2]:
         node.site._checks._received[0] = {"w": torch.ones(650)}
     assert [record.refused for record in run()[1:]] == [{}] * 4
@@ -130,7 +124,7 @@ def test_a_restarted_site_gets_the_whole_model(federation, undisturbed):
         done = []
 
         def behave(message, answer):
-            if from_bytes(node.heard[-1]).round == 3 and not done:
+            if node.asked.round == 3 and not done:
                 done.append(1)
                 if lost:
                     answer()
@@ -157,9 +151,7 @@ def test_a_site_with_a_rejected_reply_gets_the_whole_model(federation):
     run = federation()
     node, other = run.nodes[:2]
     node.behave = lambda message, answer: (
-        node.forge(message, b"", key=other.key)
-        if from_bytes(node.heard[-1]).round == 2
-        else answer()
+        node.forge(message, b"", key=other.key) if node.asked.round == 2 else answer()
     )
     records = run()
     assert records[2].refused == {"site-00": "rejected: key"}
@@ -178,23 +170,22 @@ def test_a_restarted_server_continues_with_differences(federation, undisturbed):
 
 
 def test_all_restarted_sites_get_the_whole_model(federation, undisturbed):
-    secure = {"secure_aggregation": {"threshold": 2}}
-    run = federation(**secure)
+    run = federation(**SECURE)
     server_dies(run)
     for node in run.nodes:
         restart(node)
     assert [record.refused for record in run()[1:]] == [{}] * 4
     assert [charged(node) for node in run.nodes] == [8, 8, 8]
-    assert torch.equal(model_of(run), undisturbed(**secure))
+    assert torch.equal(model_of(run), undisturbed(**SECURE))
 
 
 def test_under_secure_aggregation_it_misses_a_round(federation):
     """Its session's keys are gone with the model; the others' sum is opened without it."""
-    run = federation(secure_aggregation={"threshold": 2})
+    run = federation(**SECURE)
     node, done = run.nodes[1], []
 
     def behave(message, answer):
-        step = from_bytes(node.heard[-1])
+        step = node.asked
         if (step.round, step.step) == (3, "masked") and not done:
             done.append(1)
             restart(node)
