@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.policies import GENEROUS, write_policy
 
 from fedpact.cli.commands.plan import forecast
 from fedpact.common.errors import PlanError, PolicyRefused
@@ -254,15 +255,12 @@ def test_a_plain_run_may_have_raw_estimates(data, tmp_path):
 
 
 def test_a_site_with_a_policy_refuses_raw_estimates(data, tmp_path):
-    policy = tmp_path / "policy.toml"
-    policy.write_text(
-        'algorithms = ["ali_dpfl"]\nreleases = ["gradient"]\nepsilon_per_run = 9\n'
-        "delta_per_run = 1e-4\nepsilon_ever = 9\ndelta_ever = 1e-4\nsmallest_sigma = 0.1\n"
-    )
-    allowed = plan(ALI, PRIVATE, rounds=2, policy=str(policy))
+    allowed = GENEROUS | {"algorithms": ["ali_dpfl"]}
+    policy = write_policy(tmp_path / "policy.toml", **allowed)
+    allowed = plan(ALI, PRIVATE, rounds=2, policy=policy)
     simulate(allowed, tmp_path / "allowed", data=data)
     settings = {**ALI["settings"], "estimator": "raw"}
-    raw = plan(ALI, PRIVATE, rounds=2, policy=str(policy), settings=settings)
+    raw = plan(ALI, PRIVATE, rounds=2, policy=policy, settings=settings)
     with pytest.raises(PolicyRefused, match="without privacy"):
         simulate(raw, tmp_path / "raw", data=data)
 

@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from scipy import stats
+from tests.algorithms.made_up import SIZES, D, NoiseAlone, accepts, replies
 
 from fedpact import algorithms
 from fedpact.algorithms import fedavg, feddyn
 from fedpact.algorithms.feddyn import Settings
-from fedpact.common.messages import Reply, State, Task
+from fedpact.common.messages import State, Task
 
-LEVEL = 1e-6
-D, SIZES = 4, {"a": 30.0, "b": 10.0, "c": 25.0}
 TOTAL = sum(SIZES.values())
 
 
@@ -36,19 +34,11 @@ class Quadratic:
         return torch.from_numpy(self.gradient_at(w.numpy()))
 
 
-def replies(state, settings, oracles, memories, number):
-    told = fedavg.task(state, settings)
-    task = Task("run", number, "feddyn", told.vectors, told.numbers)
-    for site, oracle in oracles.items():
-        local = feddyn.local(task, oracle, memories.get(site, State()), settings)
-        memories[site] = local.memory
-        yield Reply("run", number, site, SIZES[site], local.vectors, local.numbers)
-
-
 def after(rounds, settings, oracles, start):
     state, memories = fedavg.init(start, settings), {}
     for number in range(1, rounds + 1):
-        state = feddyn.update(state, replies(state, settings, oracles, memories, number), settings)
+        answers = replies(feddyn, state, settings, oracles, memories, number)
+        state = feddyn.update(state, answers, settings)
     return state, memories
 
 
@@ -89,38 +79,6 @@ def test_a_reply_is_as_long_as_fedavgs():
     local = feddyn.local(task, Quadratic("a"), State(), Settings())
     assert [len(vector) for vector in local.vectors.values()] == [D]
     assert local.numbers == {}
-
-
-def test_state_gradient_is_the_losses_at_a_fixed_point():
-    """h_i = ∇F_i(w*) at the fixed point, so Σ p_i h_i = 0: w* is the optimum of Σ p_i F_i."""
-    oracles = {site: Quadratic(site) for site in SIZES}
-    state, memories = after(400, Settings(), oracles, torch.ones(D).double())
-    hessian = sum(SIZES[s] * o.a for s, o in oracles.items())
-    optimum = np.linalg.solve(hessian, sum(SIZES[s] * o.a @ o.b for s, o in oracles.items()))
-    np.testing.assert_allclose(state.vectors["w"].numpy(), optimum, rtol=0, atol=1e-10)
-    for site, oracle in oracles.items():
-        gradient = oracle.gradient_at(optimum)
-        np.testing.assert_allclose(memories[site].vectors["h"].numpy(), gradient, atol=1e-10)
-
-
-class NoiseAlone:
-    """A site whose gradients are N(0, 1) in every coordinate, wherever they are taken."""
-
-    def __init__(self, seed, size):
-        self.generator, self.size = torch.Generator().manual_seed(seed), size
-
-    def batches(self, count, *channels):
-        for _ in range(count):
-            yield self
-
-    def gradient(self, w):
-        return torch.randn(self.size, generator=self.generator, dtype=torch.float64)
-
-
-def accepts(values, variance):
-    """Whether values could be N(0, variance): two-sided chi-square test of level 1e-6."""
-    energy, n = float(values.square().sum() / variance), values.numel()
-    return 2 * min(stats.chi2.cdf(energy, n), stats.chi2.sf(energy, n)) > LEVEL
 
 
 @pytest.mark.parametrize(("alpha", "rounds"), [(1.0, 30), (0.2, 80)])

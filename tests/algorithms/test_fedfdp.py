@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.algorithms.made_up import Told
 
 from fedpact.algorithms.fedfdp import Settings, facts, local
 from fedpact.common.messages import State, Task
@@ -54,29 +55,6 @@ def test_noise_cannot_drive_the_bound_out_of_its_range(share, end):
     assert settings.after(2.0, {"below": share}) == pytest.approx(getattr(settings, end), rel=1e-14)
 
 
-class Told:
-    """An oracle and batch that answers what it is told, and keeps what it was asked."""
-
-    def __init__(self, loss=1.0, share=0.5):
-        self.answers, self.asked = (loss, share), []
-
-    def batches(self, count, *names):
-        self.asked.append((count, names))
-        yield self
-
-    def gradient(self, w, weighting=None):
-        self.asked.append(weighting)
-        return torch.ones_like(w)
-
-    def loss(self, w, bound):
-        self.asked.append((w.clone(), bound))
-        return self.answers[0]
-
-    def below(self, w, bound):
-        self.asked.append((w.clone(), bound))
-        return self.answers[1]
-
-
 def answer(oracle, settings, memory=None, numbers=None):
     task = Task("run", 1, "fedfdp", {"w": torch.zeros(2)}, numbers or {})
     return local(task, oracle, memory or State(), settings)
@@ -87,8 +65,8 @@ def test_a_round_is_the_papers():
     reply = answer(oracle, settings, State(numbers={"loss_bound": 2.0}), {"loss": 0.7})
     moved = torch.full((2,), -0.5)
     assert oracle.asked[0] == (1, ("gradient", "loss", "below"))
-    assert oracle.asked[1] == Fair(0.3, 0.7)
-    for w, bound in oracle.asked[2:]:
+    assert oracle.weightings == [Fair(0.3, 0.7)]
+    for w, bound in oracle.asked[1:]:
         assert torch.equal(w, moved)
         assert bound == 2.0
     assert torch.equal(reply.vectors["w"], moved)
@@ -103,15 +81,15 @@ def test_without_a_finite_reference_the_weighting_is_uniform(numbers):
     """The first round has none; a plain run that diverges has one that is no number."""
     oracle = Told()
     answer(oracle, Settings(), numbers=numbers)
-    assert oracle.asked[1] == Uniform()
-    assert oracle.asked[2][1] == Settings().loss_bound
+    assert oracle.weightings == [Uniform()]
+    assert oracle.asked[1][1] == Settings().loss_bound
 
 
 def test_without_a_fairness_weight_the_reference_does_not_count():
     """Else 0 times an infinite loss would be no number, where FedAvg's gradient is one."""
     oracle = Told()
     answer(oracle, Settings(fairness_weight=0.0), numbers={"loss": 0.7})
-    assert oracle.asked[1] == Uniform()
+    assert oracle.weightings == [Uniform()]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,12 @@ import dataclasses
 import json
 import math
 
-import dp_accounting
 import numpy as np
 import pytest
 import torch
-from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant
-from scipy import stats
+from tests import recounted
+from tests.algorithms.made_up import accepts
+from tests.recounted import charges
 from torch import nn
 
 from fedpact.algorithms import ldp_fedsgd
@@ -31,10 +30,7 @@ from fedpact.privacy.accounting.planner import least_noise
 from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-from fedpact.report.tradeoffs import (
-    Problem,
-    utility_bound,
-)
+from fedpact.report.tradeoffs import Problem, utility_bound
 from fedpact.simulation.simulate import simulate
 
 
@@ -51,7 +47,6 @@ def aggregate_variance_of_sums(weights, sizes, rates, sigmas, clip=1.0):
     return clip**2 * sum((w * s / (q * n)) ** 2 for w, n, q, s in each)
 
 
-LEVEL = 1e-6
 SIZES, RATES, SIGMAS = (100.0, 40.0, 300.0), (0.1, 1.0, 0.05), (4.0, 12.0, 30.0)
 CLIP, SITES = 0.5, ("a", "b", "c")
 BATCHES = [n * q for n, q in zip(SIZES, RATES, strict=True)]
@@ -137,12 +132,6 @@ def noise_of_rounds(mechanism, settings, rounds=20):
     return torch.cat(steps), state.numbers["noise_variance"]
 
 
-def accepts(values, sigma):
-    """Whether values could be N(0, σ²): two-sided chi-square test of level 1e-6."""
-    energy, n = float((values / sigma).square().sum()), values.numel()
-    return 2 * min(stats.chi2.cdf(energy, n), stats.chi2.sf(energy, n)) > LEVEL
-
-
 def expected_variance(mechanism, weights):
     if mechanism == "per_sample":
         return aggregate_variance_of_sums(weights, SIZES, RATES, SIGMAS, CLIP)
@@ -166,9 +155,9 @@ def test_the_aggregates_noise_is_what_theory_says(mechanism, aggregation):
         assert variance == pytest.approx(aggregate_variance(SIZES, RATES, SIGMAS, CLIP), rel=1e-12)
     steps, stated = noise_of_rounds(mechanism, settings)
     assert stated == pytest.approx(variance, rel=1e-12)
-    assert accepts(steps, math.sqrt(variance))
-    for wrong in (0.9, 1.1):
-        assert not accepts(steps, wrong * math.sqrt(variance))
+    assert accepts(steps, variance)
+    for wrong in (0.81, 1.21):
+        assert not accepts(steps, wrong * variance)
 
 
 def test_least_noise_has_less_noise():
@@ -227,9 +216,9 @@ def test_papers_step_averages_noise_within_utility_bound():
         state = ldp_fedsgd.update(state, iter(replies), settings)
     variance = aggregate_variance((20, 5, 10), (1.0,) * 3, tuple(sigmas.values()), clip)
     rest = state.vectors["w"] - optimum
-    assert accepts(rest, math.sqrt(variance / rounds))
-    for wrong in (0.9, 1.1):
-        assert not accepts(rest, wrong * math.sqrt(variance / rounds))
+    assert accepts(rest, variance / rounds)
+    for wrong in (0.81, 1.21):
+        assert not accepts(rest, wrong * variance / rounds)
     problem = Problem(dimension=size, gradient_bound=clip, clip=clip)
     utility = 1 / (float(rest.square().sum()) / 2)
     assert utility >= utility_bound(problem, variance / clip**2, rounds)
@@ -257,18 +246,6 @@ def data():
     return from_arrays(x, torch.randint(3, (120,), generator=generator))
 
 
-def charges(folder, site):
-    lines = (folder / "sites" / site / "ledger.jsonl").read_text().splitlines()
-    return [entry for entry in map(json.loads, lines) if entry["kind"] == "charge"]
-
-
-def recount(rate, multiplier, steps, delta, accountant):
-    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    ours = PLDAccountant(relation) if accountant == "pld" else RdpAccountant(None, relation)
-    event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(multiplier))
-    return ours.compose(event, steps).get_epsilon(delta)
-
-
 OWN = {
     "site-00": {"epsilon": 1.0, "delta": 1e-6, "sampling_rate": 0.1},
     "site-01": {"epsilon": 4.0, "delta": 1e-4, "sampling_rate": 1.0},
@@ -292,7 +269,8 @@ def test_sites_with_budgets_of_their_own(tmp_path, data, accountant, aggregation
         assert sum(entry["count"] for entry in made) == 4
         # The noise is σ C on what one record moves by 2 C.
         assert {(e["q"], e["sigma"]) for e in made} == {(own["sampling_rate"], sigma / 2)}
-        spent = recount(own["sampling_rate"], sigma / 2, 4, own["delta"], accountant)
+        events = [(own["sampling_rate"], sigma / 2, 4)]
+        spent = recounted.epsilon(events, own["delta"], accountant)
         assert spent <= own["epsilon"] * (1 + 1e-3)
         if "sigma" not in own:
             assert spent >= 0.98 * own["epsilon"]
@@ -316,7 +294,7 @@ def test_a_site_that_has_spent_its_budget_leaves_the_weights(tmp_path, data):
     stated = json.loads((result.folder / "privacy.json").read_text())["sites"]
     steps = stated["site-02"]["steps"]
     assert 0 < steps < 12
-    assert recount(0.5, 4.5, steps, 1e-5, "pld") <= 0.5 * (1 + 1e-3)
+    assert recounted.epsilon([(0.5, 4.5, steps)], 1e-5) <= 0.5 * (1 + 1e-3)
     for record in result.records[1:]:
         left = [site for site in OWN if site not in record.refused]
         assert (len(left) == 3) == (record.round <= steps)
@@ -356,7 +334,7 @@ def test_fedavg_and_fedfdp_run_under_batch_clipping_too(tmp_path, data):
             assert {entry["sigma"] for entry in made} == {held["sigma_joint"]}
             steps = sum(entry["count"] for entry in made)
         # All sites have one budget and one noise.
-        assert recount(0.5, joint, steps, 1e-5, "pld") <= 2 * (1 + 1e-3)
+        assert recounted.epsilon([(0.5, joint, steps)], 1e-5) <= 2 * (1 + 1e-3)
 
 
 def test_the_sites_public_numbers_do_not_depend_on_their_records():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from scipy import stats
+from tests.algorithms.made_up import SIZES, Told, accepts
 from torch import nn
 
 from fedpact.algorithms import fedavg, qffl
@@ -20,9 +20,6 @@ from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
-
-LEVEL = 1e-6
-SIZES = {"a": 30.0, "b": 10.0, "c": 25.0}
 
 
 def made_up(seed=0):
@@ -96,32 +93,6 @@ def test_the_step_is_never_longer_than_the_way_to_the_mean():
         assert np.linalg.norm(step) <= farthest
 
 
-class Told:
-    """An oracle and batch whose k-th gradient is k ones, and which keeps what it was asked."""
-
-    noise_variance = 0.0
-
-    def __init__(self, loss=1.0, share=0.5):
-        self.answers, self.asked, self.k = (loss, share), [], 0
-
-    def batches(self, count, *names):
-        self.asked.append((count, names))
-        for _ in range(count):
-            yield self
-
-    def gradient(self, w):
-        self.k += 1
-        return torch.full_like(w, float(self.k))
-
-    def loss(self, w, bound):
-        self.asked.append((w.clone(), bound))
-        return self.answers[0]
-
-    def below(self, w, bound):
-        self.asked.append((w.clone(), bound))
-        return self.answers[1]
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 def test_loss_is_the_broadcast_models_on_the_first_batch(steps):
     oracle, settings = Told(loss=1.5, share=0.4), Settings(learning_rate=0.5, local_steps=steps)
@@ -157,16 +128,12 @@ def test_noise_correction_equals_the_noise_in_the_movement(mechanism, steps):
     oracle = PrivateOracle(records, kernel(model, cross_entropy), terms, draws, lambda *_: None)
     start = torch.zeros(model.size).double()
     local = qffl.local(Task("run", 1, "qffl", {"w": start}, {}), oracle, State(), settings)
-    way = float((local.vectors["w"] - start).square().sum())
+    moved = local.vectors["w"] - start
     one = steps * 0.3**2 * terms.noise_variance
-
-    def tail(unit):
-        freedom = model.size
-        return min(stats.chi2.cdf(way / unit, freedom), stats.chi2.sf(way / unit, freedom))
-
-    assert 2 * tail(one) > LEVEL
-    assert 2 * tail(0.81 * one) < LEVEL
-    assert 2 * tail(1.21 * one) < LEVEL
+    assert accepts(moved, one)
+    for wrong in (0.81, 1.21):
+        assert not accepts(moved, wrong * one)
+    way = float(moved.square().sum())
     assert local.numbers["moved"] == pytest.approx(max(0.0, way - one * model.size), rel=1e-9)
 
 

@@ -3,15 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from tests.algorithms.made_up import SIZES, D, NoiseAlone, accepts, replies
 
 from fedpact import algorithms
-from fedpact.algorithms import fedavg, scaffold
+from fedpact.algorithms import scaffold
 from fedpact.algorithms.scaffold import Settings
 from fedpact.common.messages import Reply, State, Task
-
-LEVEL = 1e-6
-D, SIZES = 4, {"a": 30.0, "b": 10.0, "c": 25.0}
 
 
 class Drawn:
@@ -37,15 +34,6 @@ class Drawn:
         return torch.from_numpy(self.gradient_at(w.numpy(), self.asked - 1))
 
 
-def replies(state, settings, oracles, memories, number):
-    told = fedavg.task(state, settings)
-    task = Task("run", number, "scaffold", told.vectors, told.numbers)
-    for site, oracle in oracles.items():
-        local = scaffold.local(task, oracle, memories.get(site, State()), settings)
-        memories[site] = local.memory
-        yield Reply("run", number, site, SIZES[site], local.vectors, local.numbers)
-
-
 @pytest.mark.parametrize("aggregation", ["size", "uniform"])
 def test_the_rounds_are_the_papers(aggregation):
     """Algorithm 1 with option II, all sites sampled, η_g = 1, written down on its own:
@@ -68,9 +56,8 @@ def test_the_rounds_are_the_papers(aggregation):
             changed += p[site] * (after - c_i[site])
             c_i[site] = after
         x, c = x + moved, c + changed
-        state = scaffold.update(
-            state, replies(state, settings, oracles, memories, number + 1), settings
-        )
+        answers = replies(scaffold, state, settings, oracles, memories, number + 1)
+        state = scaffold.update(state, answers, settings)
         np.testing.assert_allclose(state.vectors["w"].numpy(), x, rtol=0, atol=1e-12)
         np.testing.assert_allclose(state.vectors["c"].numpy(), c, rtol=0, atol=1e-12)
         for site in SIZES:
@@ -97,26 +84,6 @@ def test_a_reply_is_as_long_as_fedavgs():
     assert [len(vector) for vector in local.vectors.values()] == [D]
 
 
-class NoiseAlone:
-    """A site whose gradients are N(0, 1) in every coordinate, wherever they are taken."""
-
-    def __init__(self, seed, size):
-        self.generator, self.size = torch.Generator().manual_seed(seed), size
-
-    def batches(self, count, *channels):
-        for _ in range(count):
-            yield self
-
-    def gradient(self, w):
-        return torch.randn(self.size, generator=self.generator, dtype=torch.float64)
-
-
-def accepts(values, variance):
-    """Whether values could be N(0, variance): two-sided chi-square test of level 1e-6."""
-    energy, n = float(values.square().sum() / variance), values.numel()
-    return 2 * min(stats.chi2.cdf(energy, n), stats.chi2.sf(energy, n)) > LEVEL
-
-
 def test_noise_does_not_add_up_in_the_control_variates():
     """c_i has variance v_i/τ in every round, and w that of fedavg: T τ η² Σ p_i² v_i.
 
@@ -127,9 +94,8 @@ def test_noise_does_not_add_up_in_the_control_variates():
     oracles = {site: NoiseAlone(seed, size) for seed, site in enumerate(SIZES)}
     state, memories = scaffold.init(torch.zeros(size).double(), settings), {}
     for number in range(1, rounds + 1):
-        state = scaffold.update(
-            state, replies(state, settings, oracles, memories, number), settings
-        )
+        answers = replies(scaffold, state, settings, oracles, memories, number)
+        state = scaffold.update(state, answers, settings)
         for memory in memories.values():
             assert accepts(memory.vectors["c"], 1 / steps)
     shares = sum((n / sum(SIZES.values())) ** 2 for n in SIZES.values())
