@@ -135,6 +135,13 @@ def cells(comparison: Comparison, row: int = 0) -> dict[str, str]:
     return dict(zip(found.headings, found.rows[row][1:], strict=True))
 
 
+def put_all(folder, finals):
+    """Runs of two rounds of each entry, one of each seed, by the accuracies that they end with."""
+    for name, each in finals.items():
+        for seed, final in enumerate(each):
+            put(folder, name, seed, {0: 0.1, 2: final})
+
+
 def two(folder: Path, **second: Any) -> Comparison:
     """Two entries of two seeds each; the second's runs are changed."""
     for seed, final in ((3, 0.6), (4, 0.8)):
@@ -149,15 +156,13 @@ def test_figures_are_means_and_sample_deviations_over_seeds(tmp_path):
         put(tmp_path, "x", seed, {0: 0.1, 3: final})
     (entry,) = read(tmp_path, ["x"], range(3)).entries
     found = entry.spread(lambda o: o.accuracy)
-    assert found is not None
     assert found.mean == pytest.approx(np.mean(finals), rel=1e-12)
     assert found.deviation == pytest.approx(np.std(finals, ddof=1), rel=1e-12)
     # Site b lies a tenth below site a everywhere.
     worst = entry.spread(lambda o: o.worst)
-    assert worst is not None
     assert worst.mean == pytest.approx(np.mean(finals) - 0.1, rel=1e-12)
     psi = entry.spread(lambda o: o.metric("psi"))
-    assert (psi and psi.mean, psi and psi.deviation) == pytest.approx((0.02, 0.01))
+    assert (psi.mean, psi.deviation) == pytest.approx((0.02, 0.01))
     assert (entry.runs[0].bytes, entry.runs[0].last.round) == (900, 3)
 
 
@@ -165,11 +170,9 @@ def test_deviation_needs_two_runs_and_mean_needs_a_value(tmp_path):
     put(tmp_path, "x", 0, {0: 0.1, 3: 0.5})
     (entry,) = read(tmp_path, ["x"], [0]).entries
     found = entry.spread(lambda o: o.accuracy)
-    assert (found and found.mean, found and found.deviation) == (0.5, None)
+    assert (found.mean, found.deviation) == (0.5, None)
     assert entry.spread(lambda o: None) is None
-    lost = entry.spread(lambda o: math.nan)
-    assert lost is not None
-    assert math.isnan(lost.mean)
+    assert math.isnan(entry.spread(lambda o: math.nan).mean)
     assert cells(Comparison(tmp_path, [entry]))["accuracy"] == "50.00 %"
 
 
@@ -253,7 +256,6 @@ def test_equals_are_not_marked(tmp_path):
 def test_differences_are_stated(tmp_path, change, told):
     comparison = two(tmp_path, **change)
     sentence = inequality(comparison)
-    assert sentence is not None
     assert sentence.startswith("NOT AN EQUAL COMPARISON")
     assert told in sentence
     assert document(comparison)["equal"] is False
@@ -377,7 +379,6 @@ def test_a_curve_is_the_mean_of_its_runs_where_all_of_them_are(tmp_path):
     put(tmp_path, "x", 1, {0: 0.0, 5: 0.25, 8: 0.4}, epsilon=1.6)
     (entry,) = read(tmp_path, ["x"], [0, 1]).entries
     found = curve(entry, "accuracy", "rounds")
-    assert found is not None
     assert found.x.tolist() == [0, 3, 5, 8]
     assert found.mean == pytest.approx(found.x * (0.1 + 0.05) / 2)
     assert found.low == pytest.approx(found.x * 0.05)
@@ -385,7 +386,6 @@ def test_a_curve_is_the_mean_of_its_runs_where_all_of_them_are(tmp_path):
     # 300 bytes a round, and ε = 0.2 a round in both runs.
     for against, each in (("bytes", 300), ("ε", 0.2)):
         other = curve(entry, "accuracy", against)
-        assert other is not None
         assert other.x == pytest.approx(found.x * each)
         assert other.mean == pytest.approx(found.mean)
     assert curve(entry, "loss", "rounds") is not None
@@ -396,7 +396,6 @@ def test_a_round_that_diverged_is_not_drawn(tmp_path):
     put(tmp_path, "lost", 0, {0: math.nan, 2: math.nan})
     x, lost = read(tmp_path, ["x", "lost"], [0]).entries
     found = curve(x, "accuracy", "rounds")
-    assert found is not None
     assert found.x.tolist() == [0, 2]
     assert curve(lost, "accuracy", "rounds") is None
 
@@ -457,7 +456,6 @@ def test_settings_left_at_different_defaults_are_not_choices(tmp_path):
     assert found.key == "settings.local_steps"
     assert dict(found.values) == {"one": "1 by default", "two": "5 by default"}
     told = inequality(Comparison(tmp_path, read_compared(tmp_path, plans, [0])))
-    assert told is not None
     line = "{}: settings.local_steps = {} by default"
     assert told.splitlines()[1:3] == [line.format("one", 1), line.format("two", 5)]
     assert "--set settings.KEY=VALUE" in told
@@ -507,11 +505,11 @@ def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path):
 
 
 def test_a_table_has_a_row_a_method_and_a_column_a_value(tmp_path):
-    points = {}
-    for base, epsilon, finals in (("a", 4.0, [0.7, 0.9]), ("a", 0.5, [0.2]), ("b", 0.5, [0.3])):
+    points, finals = {}, {}
+    for base, epsilon, each in (("a", 4.0, [0.7, 0.9]), ("a", 0.5, [0.2]), ("b", 0.5, [0.3])):
         points[f"{base}{epsilon}"] = SweepPoint(base, {"privacy.epsilon": epsilon})
-        for seed, final in enumerate(finals):
-            put(tmp_path, f"{base}{epsilon}", seed, {0: 0.1, 2: final})
+        finals[f"{base}{epsilon}"] = each
+    put_all(tmp_path, finals)
     found = swept(read(tmp_path, list(points), [0, 1]), points)
     accuracy, worst = tabulate_sweep(found, "privacy.epsilon")
     assert (accuracy.first, accuracy.headings) == ("accuracy", ("ε = 4", "ε = 0.5"))
@@ -534,9 +532,7 @@ def test_differences_are_paired_by_seed_and_corrected(tmp_path):
         "better": [0.531, 0.629, 0.832],
         "same": [0.51, 0.58, 0.81],
     }
-    for name, each in finals.items():
-        for seed, final in enumerate(each):
-            put(tmp_path, name, seed, {0: 0.1, 2: final})
+    put_all(tmp_path, finals)
     put(tmp_path, "reference", 3, {0: 0.1, 2: 0.9})  # a seed that no other has
     comparison = read(tmp_path, list(finals), range(4))
     found = comparison.paired(lambda run: run.accuracy)
@@ -548,7 +544,6 @@ def test_differences_are_paired_by_seed_and_corrected(tmp_path):
         assert one.mean == pytest.approx((one.low + one.high) / 2)
     assert [one.p for one in found] == pytest.approx([2 * own[0].pvalue, own[1].pvalue])
     table = paired_table(comparison)
-    assert table is not None
     assert [row[0] for row in table.rows] == ["better minus reference", "same minus reference"]
     assert table.rows[0][1] == "+3.07"
     assert document(comparison)["paired"]["accuracy"][0]["entry"] == "better"
@@ -556,23 +551,16 @@ def test_differences_are_paired_by_seed_and_corrected(tmp_path):
 
 def test_a_method_is_compared_with_itself_between_points(tmp_path):
     """Apart from the differences between methods, so that neither costs the other its p."""
-    finals = {
-        "a1": [0.5, 0.6, 0.8],
-        "a4": [0.53, 0.64, 0.81],
-        "b1": [0.4, 0.7, 0.7],
-        "b4": [0.6] * 3,
-    }
+    finals = {"a1": [0.5, 0.6, 0.8], "a4": [0.53, 0.64, 0.81]}
+    finals |= {"b1": [0.4, 0.7, 0.7], "b4": [0.6] * 3}
     points = {n: SweepPoint(n[0], {"privacy.epsilon": float(n[1])}) for n in finals}
-    for name, each in finals.items():
-        for seed, final in enumerate(each):
-            put(tmp_path, name, seed, {0: 0.1, 2: final})
+    put_all(tmp_path, finals)
     comparison = swept(read(tmp_path, list(finals), range(3)), points)
     found = comparison.paired_points(lambda run: run.accuracy)
     own = [stats.ttest_rel(finals[f"{n}4"], finals[f"{n}1"]).pvalue for n in "ab"]
     assert [(one.entry.name, one.reference.name) for one in found] == [("a4", "a1"), ("b4", "b1")]
     assert found[0].p == pytest.approx(min(1, 2 * own[0] if own[0] < own[1] else own[0]))
     table = paired_table(comparison)
-    assert table is not None
     assert [row[0] for row in table.rows] == [
         "b minus a at ε = 1",
         "b minus a at ε = 4",
@@ -585,9 +573,7 @@ def test_a_method_is_compared_with_itself_between_points(tmp_path):
 
 
 def test_equal_differences_are_no_evidence(tmp_path):
-    for name, offset in (("one", 0.0), ("two", 5 / 355)):
-        for seed, final in enumerate((0.1, 0.7)):
-            put(tmp_path, name, seed, {0: 0.1, 2: final + offset})
+    put_all(tmp_path, {"one": (0.1, 0.7), "two": (0.1 + 5 / 355, 0.7 + 5 / 355)})
     comparison = read(tmp_path, ["one", "two"], [0, 1])
     (only,) = comparison.paired(lambda run: run.accuracy)
     assert (only.p, only.known) == (1.0, False)
@@ -595,8 +581,7 @@ def test_equal_differences_are_no_evidence(tmp_path):
 
 
 def test_of_one_seed_or_no_figure_nothing_is_said(tmp_path):
-    for name, final in (("one", 0.5), ("two", 0.6), ("lost", math.nan)):
-        put(tmp_path, name, 0, {0: 0.1, 2: final})
+    put_all(tmp_path, {"one": [0.5], "two": [0.6], "lost": [math.nan]})
     comparison = read(tmp_path, ["one", "two", "lost"], [0])
     (only,) = comparison.paired(lambda run: run.accuracy)
     assert (only.entry.name, only.p) == ("two", 1.0)
@@ -643,7 +628,6 @@ def test_bytes_to_accuracy_stop_at_the_first_evaluation(tmp_path):
         put(tmp_path, "one", seed, course)
         put(tmp_path, "two", seed, {0: 0.2, 4: 0.66})
     found = find_bytes_to_targets(read(tmp_path, ["one", "two"], [3, 4]))
-    assert found is not None
     assert found.headings == ("65.0 %", "70.0 %", "75.0 %", "80.0 %")
     # Seed 3 after two rounds, seed 4 after four: 600 and 1,200 bytes.
     assert found.rows[0] == (

@@ -126,7 +126,6 @@ def test_no_metric_is_cut_off_unless_it_is_said(build, values, ends, told):
     run = read_run(build(FIVE))
     rounds = [replace(run.last, round=i, metrics={"r2": v}) for i, v in enumerate(values)]
     drawn = charts.metric(replace(run, records=rounds), "r2")
-    assert drawn is not None
     assert drawn.axes[0].get_ylim() == pytest.approx(ends)
     assert ("-40 at worst" in drawn.caption) == told
 
@@ -373,7 +372,6 @@ def test_a_persons_odds_count_evaluations(build, split_by, expected):
     privacy["evaluation"] = held | {"epsilon_per_person": {"2": 5.0}}
     path.write_text(json.dumps(privacy))
     found = explain_run(read_run(folder))
-    assert found is not None
     (person,) = (each for each in found.stakes if each.who.startswith("person, 2 records"))
     assert float(person.epsilon) == expected
     assert ("δ = 2e-05" in person.who) == (split_by == "record")

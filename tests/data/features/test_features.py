@@ -59,6 +59,12 @@ def made(count, shape=SHAPE, seed=5):
     return torch.rand(count, *shape, generator=seeded_generator("records", seed))
 
 
+def backbone(name, tmp_path):
+    """Features by a module of a user's, of records [2, 3]."""
+    chosen = FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing")
+    return Extractor(chosen, (2, 3), 0, tmp_path)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def whitened_by_few(tmp_path_factory):
     """By a tenth of the made images, and a quarter for filters: they take most of the time."""
@@ -75,7 +81,7 @@ def small(request, tmp_path_factory):
     return Extractor(chosen, SHAPE, 0, tmp_path_factory.getbasetemp())
 
 
-def test_features_do_not_depend_on_neighbouring_records(small):
+def test_features_do_not_depend_on_neighbouring_records(small, two_threads):
     x = made(150)
     x[7] *= 1e30
     x[9] = 0
@@ -86,14 +92,9 @@ def test_features_do_not_depend_on_neighbouring_records(small):
     assert torch.equal(small(x[order]).x, together.x[order])
     for some in (slice(0, 1), slice(9, 10), slice(3, 70), slice(149, 150)):
         assert torch.equal(small(x[some]).x, together.x[some])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        assert torch.equal(small(x).x, together.x)
-        with ThreadPoolExecutor(1) as later:
-            assert later.submit(torch.get_num_threads).result() == 2
-    finally:
-        torch.set_num_threads(before)
+    assert torch.equal(small(x).x, together.x)
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == 2
 
 
 def test_features_are_unit_rows_of_float16(small):
@@ -265,6 +266,8 @@ def test_made_images_in_parts_are_the_same_images():
 
 # ---------------------------------------------------------------- what is refused
 
+UNWHITENED = {**SMALL["patches"], "whiten": False}
+
 
 @pytest.mark.parametrize(
     ("chosen", "shape", "word"),
@@ -283,16 +286,8 @@ def test_made_images_in_parts_are_the_same_images():
         ({"kind": "still", "whiten": False}, SHAPE, "the same in most made images"),
         # Three of four have nothing above it.
         ({**SMALL["patches"], "threshold": 4.0}, (8, 8), "a lower threshold than 4"),
-        (
-            {**SMALL["patches"], "threshold": 4.0, "whiten": False},
-            (8, 8),
-            "a lower threshold than 4",
-        ),
-        (
-            {**SMALL["patches"], "threshold": 1000.0, "whiten": False},
-            (8, 8),
-            "a lower threshold than 1000",
-        ),
+        ({**UNWHITENED, "threshold": 4.0}, (8, 8), "a lower threshold than 4"),
+        ({**UNWHITENED, "threshold": 1000.0}, (8, 8), "a lower threshold than 1000"),
     ],
 )
 def test_incompatible_records_and_settings_are_refused(tmp_path, monkeypatch, chosen, shape, word):
@@ -336,36 +331,32 @@ def test_a_plan_with_unknown_or_unfitting_features_is_refused(chosen, word):
 )
 def test_a_module_whose_answers_are_no_features_is_refused(tmp_path, name, word):
     """As where one record would be in the features of the next."""
-    chosen = FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing")
     with pytest.raises(ModelError, match=word):
-        Extractor(chosen, (2, 3), 0, tmp_path)
+        backbone(name, tmp_path)
 
 
 def test_state_of_a_module_reaches_no_other_record(tmp_path):
     """In a variable of its file: what runs is what was traced, before there was a record."""
-    chosen = FeatureSettings(kind=f"{OWN}:remembering", trained_on="nothing")
     x, others = torch.rand(5, 2, 3), torch.tensor([4, 2, 0])
-    of = Extractor(chosen, (2, 3), 0, tmp_path)
+    of = backbone("remembering", tmp_path)
     assert torch.equal(of(x).x[others], of(x[others]).x)
 
 
 def test_code_that_a_factory_only_uses_is_in_the_caches_key(tmp_path, monkeypatch):
     """As of a module that its file imports: that file's own digest stays what it was."""
-    chosen = FeatureSettings(kind=f"{OWN}:scaled", trained_on="nothing")
-    before = Extractor(chosen, (2, 3), 0, tmp_path).key
-    assert Extractor(chosen, (2, 3), 0, tmp_path).key == before
+    before = backbone("scaled", tmp_path).key
+    assert backbone("scaled", tmp_path).key == before
     monkeypatch.setattr(backbones_of_users, "SCALE", 2.0)
-    assert Extractor(chosen, (2, 3), 0, tmp_path).key != before
+    assert backbone("scaled", tmp_path).key != before
 
 
 @pytest.mark.parametrize("made", [lambda least: nn.Hardtanh(-1, least), backbones_of_users.Cut])
 def test_layers_from_another_file_are_part_of_the_key(tmp_path, monkeypatch, made):
     """No made-up record is answered otherwise, and no file of the factory's is another."""
-    chosen = FeatureSettings(kind=f"{OWN}:given", trained_on="nothing")
     found = []
     for least in (2.0, 50.0, 2.0):
         monkeypatch.setattr(backbones_of_users, "GIVEN", made(least))
-        found.append(Extractor(chosen, (2, 3), 0, tmp_path).key)
+        found.append(backbone("given", tmp_path).key)
     assert found[0] == found[2] != found[1]
 
 
@@ -395,8 +386,7 @@ def test_a_run_is_not_resumed_with_different_features(tmp_path, monkeypatch):
 
 def test_own_code_computes_on_one_thread_however_many_there_are(tmp_path):
     """Sums that torch splits over threads round by how many there are, under one cache's key."""
-    chosen = FeatureSettings(kind=f"{OWN}:threads", trained_on="nothing")
-    one, x = Extractor(chosen, (2, 3), 0, tmp_path), torch.rand(3, 2, 3)
+    one, x = backbone("threads", tmp_path), torch.rand(3, 2, 3)
     for number in (1, 2, 4):
         with threads(number):
             assert torch.equal(one(x).x, torch.full((3, 2), 0.5**0.5).half())
@@ -453,11 +443,10 @@ def test_another_default_dtype_is_reported():
 
 def test_features_do_not_depend_on_the_number_of_threads(tmp_path):
     """An orthogonal start rounds by how many there are; and no other machine rounds the same."""
-    chosen = FeatureSettings(kind=f"{OWN}:orthogonal", trained_on="nothing")
     found = []
     for number in (1, 4):
         with threads(number):
-            found.append(Extractor(chosen, (2, 3), 0, tmp_path).made_by)
+            found.append(backbone("orthogonal", tmp_path).made_by)
     assert found[0] == found[1]
     source, answer = found[0].source, found[0].answer
     assert found[0].is_as(MadeBy(source, tuple(x + 1e-5 for x in answer)))
@@ -503,22 +492,19 @@ def test_the_origin_of_features_is_one_line():
 
 def test_how_long_a_modules_answers_are_does_not_matter(tmp_path):
     """A power of two changes no bit of a direction; nor does it make one of length 0."""
-
-    def of(name, x):
-        chosen = FeatureSettings(kind=f"{OWN}:{name}", trained_on="nothing")
-        return Extractor(chosen, (2, 3), 0, tmp_path)(x)
-
     x = made(20, (2, 3))
     x[3] = 0
-    expected = of("times_1", x)
+    expected = backbone("times_1", tmp_path)(x)
     straight = nn.functional.normalize(x.flatten(1)).half()
     assert torch.equal(expected.x, straight)
     assert expected.good.all()
     for name in ("times_huge", "times_tiny"):
-        assert torch.equal(of(name, x).x, straight)
-        assert of(name, x).good.all()
+        found = backbone(name, tmp_path)(x)
+        assert torch.equal(found.x, straight)
+        assert found.good.all()
     for by in (1e30, 1e-30, 1e-44):
-        assert of("times_1", x * by).x[x.flatten(1).sum(1) > 0].float().norm(dim=1).min() > 0.99
+        found = backbone("times_1", tmp_path)(x * by)
+        assert found.x[x.flatten(1).sum(1) > 0].float().norm(dim=1).min() > 0.99
 
 
 def test_words_are_no_images(tmp_path):

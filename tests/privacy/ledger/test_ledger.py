@@ -89,6 +89,13 @@ def test_written_values_are_read_back(path, ledger):
     assert (ledger.head, ledger.length) == (entries[-1]["hash"], 3)
 
 
+def hash_of(entry: dict[str, Any]) -> str:
+    """The hash of an entry, by the description of its format."""
+    body = {k: v for k, v in entry.items() if k != "hash"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def test_a_line_is_json_and_its_hash_that_of_the_rest_of_it(path):
     """The format on disk, from its description: any later version has to open it."""
     head, entry = "", dict[str, Any]()
@@ -96,11 +103,10 @@ def test_a_line_is_json_and_its_hash_that_of_the_rest_of_it(path):
         entry = json.loads(line)
         assert line == json.dumps(entry).encode()
         assert (entry["number"], entry["previous"]) == (number, head)
-        head = entry.pop("hash")
-        text = json.dumps(entry, sort_keys=True, separators=(",", ":"))
-        assert head == hashlib.sha256(text.encode()).hexdigest()
+        head = entry["hash"]
+        assert head == hash_of(entry)
     order = ["number", "kind", "mechanism", "run", "round", "attempt", "request", "purpose"]
-    assert list(entry) == [*order, "q", "sigma", "count", "time", "previous"]
+    assert list(entry) == [*order, "q", "sigma", "count", "time", "previous", "hash"]
 
 
 def test_reopening_restores_the_exact_state(path):
@@ -420,12 +426,9 @@ def test_a_full_disk_stops_opening_and_reserving(path, ledger):
         opened(new)
     with opened(new) as other:
         assert other.length == 1
-    with pytest.raises(LedgerError, match="cannot be used"):
-        opened(Path("/dev/full"))
-    with pytest.raises(LedgerError, match="cannot be used"):
-        opened(path.parent)
-    with pytest.raises(LedgerError, match="cannot be used"):
-        opened(path / "below a file")
+    for unusable in (Path("/dev/full"), path.parent, path / "below a file"):
+        with pytest.raises(LedgerError, match="cannot be used"):
+            opened(unusable)
     with pytest.raises(LedgerError, match="cannot be read"):
         read_entries(path.with_name("none.jsonl"))
 
@@ -451,28 +454,31 @@ def test_a_disk_that_fails_altogether_closes_the_ledger(path, monkeypatch):
         charge(again, "c")
 
 
-@pytest.mark.parametrize(
-    "how", ["removed", "moved", "replaced", "folder moved", "folder lost", "shortened", "extended"]
-)
+def replaced(path):
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+
+
+def without_its_folder(path):
+    path.parent.rename(path.parent.with_name("elsewhere"))
+    path.parent.touch()
+
+
+CHANGES = {
+    "removed": Path.unlink,
+    "moved": lambda path: path.rename(path.with_name("elsewhere")),
+    "replaced": replaced,
+    "folder moved": lambda path: path.parent.rename(path.parent.with_name("elsewhere")),
+    "folder lost": without_its_folder,
+    "shortened": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "extended": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
 def test_a_file_that_others_changed_is_written_to_no_more(path, ledger, how):
-    content = path.read_bytes()
-    if how == "removed":
-        path.unlink()
-    elif how == "moved":
-        path.rename(path.with_name("elsewhere"))
-    elif how == "folder moved":
-        path.parent.rename(path.parent.with_name("elsewhere"))
-    elif how == "folder lost":
-        path.parent.rename(path.parent.with_name("elsewhere"))
-        path.parent.touch()
-    elif how == "replaced":
-        copy = path.with_name("copy")
-        copy.write_bytes(content)
-        copy.replace(path)
-    elif how == "shortened":
-        path.write_bytes(content[:-1])
-    else:
-        path.write_bytes(content + b"\n")
+    CHANGES[how](path)
     with pytest.raises(LedgerError, match="changed, moved or replaced"):
         charge(ledger, "a")
     assert total(ledger) == 0
@@ -699,9 +705,7 @@ def altered(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     lines = path.read_bytes().splitlines()
     entry = json.loads(lines[-1])
     change(entry)
-    body = {k: v for k, v in entry.items() if k != "hash"}
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    entry["hash"] = hashlib.sha256(text.encode()).hexdigest()
+    entry["hash"] = hash_of(entry)
     path.write_bytes(b"\n".join([*lines[:-1], json.dumps(entry).encode(), b""]))
 
 
