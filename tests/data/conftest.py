@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from fedpact.data import download
-from fedpact.data.dataset import Dataset
 from fedpact.data.download import Source
 from fedpact.data.load import from_arrays
 
@@ -32,7 +31,7 @@ def real_data(monkeypatch):
     return Path(REAL)
 
 
-def idx(array: np.ndarray) -> bytes:
+def idx(array):
     """An IDX file, gzip, as http://yann.lecun.com/exdb/mnist describes it."""
     head = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
     return gzip.compress(head + array.astype(np.uint8).tobytes(), mtime=0)
@@ -52,7 +51,7 @@ def small_mnist(monkeypatch):
     return contents
 
 
-def put(folder: Path, contents: dict[str, bytes]) -> None:
+def put(folder, contents):
     for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +66,7 @@ def mnist_dir(small_mnist, tmp_path, monkeypatch):
     return tmp_path / "files" / "mnist"
 
 
-def records(per_label: list[int], site: list[str] | None = None) -> Dataset:
+def records(per_label, site=None):
     """A data set whose feature is the record's number, labels in shuffled order."""
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(len(per_label)), per_label))
     # One class alone is refused, as of that there is nothing to learn.

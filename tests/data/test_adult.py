@@ -33,7 +33,7 @@ TEST = (
 def adult(tmp_path, monkeypatch):
     """Three records to train on, of which the last has a word that nobody declared, and one."""
     parts = {"adult.data": TRAIN, "adult.test": TEST}
-    home, sums = tmp_path / "adult", dict[str, str]()
+    home, sums = tmp_path / "adult", {}
     home.mkdir()
     for name, lines in parts.items():
         content = "\n".join(lines).encode()

@@ -1,12 +1,12 @@
 """A site's columns under other names, in other units and words: the records of a renamed file."""
 
-import csv
 import math
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.tables import write_parquet, write_rows
 
 from fedpact.common.errors import DataError
 from fedpact.data.columns import ColumnDifference, FileColumn
@@ -66,17 +66,8 @@ def renamed(row):
     }
 
 
-def write(path, found):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0].keys())
-        writer.writeheader()
-        writer.writerows(found)
-    return path
-
-
-def write_parquet(path, found):
-    arrow = pytest.importorskip("pyarrow", reason="reads Parquet: the extra `parquet`")
-    from pyarrow import parquet
+def write_typed(path, found):
+    """As Parquet, numbers as numbers."""
 
     def column(name):
         cells = [row[name] for row in found]
@@ -84,8 +75,7 @@ def write_parquet(path, found):
             return cells if name in ("", "age", "diagnosis") else list(map(str, cells))
         return [float(cell) for cell in cells]
 
-    parquet.write_table(arrow.table({name: column(name) for name in found[0]}), path)
-    return path
+    return write_parquet(path, {name: column(name) for name in found[0]})
 
 
 def read(path, sources=None, **changes):
@@ -93,7 +83,7 @@ def read(path, sources=None, **changes):
     return load_site(path, "ill", ("no", "yes"), (5,), "float32", sources=sources or {}, **asked)[0]
 
 
-@pytest.mark.parametrize(("suffix", "store"), [("csv", write), ("parquet", write_parquet)])
+@pytest.mark.parametrize(("suffix", "store"), [("csv", write_rows), ("parquet", write_typed)])
 def test_mapped_columns_are_a_renamed_files_bits(tmp_path, suffix, store):
     own = list(rows())
     mapped = read(store(tmp_path / f"own.{suffix}", own), SOURCES)
@@ -110,7 +100,8 @@ def test_mapped_columns_are_a_renamed_files_bits(tmp_path, suffix, store):
 def test_other_columns_of_a_file_count_for_nothing(tmp_path):
     few = [renamed(row) for row in rows()]
     many = [{"Unnamed: 0": k, "site": "here", **row, "note": "a,b"} for k, row in enumerate(few)]
-    plain, wide = read(write(tmp_path / "a.csv", few)), read(write(tmp_path / "b.csv", many))
+    plain = read(write_rows(tmp_path / "a.csv", few))
+    wide = read(write_rows(tmp_path / "b.csv", many))
     assert torch.equal(plain.x, wide.x)
     assert plain.features == wide.features == FEATURES
 
@@ -136,7 +127,7 @@ def test_a_renamed_column_is_detected(name, others, meant):
 def test_an_error_about_columns_lists_the_differences(tmp_path):
     """And not two full lists."""
     with pytest.raises(DataError) as raised:
-        read(write(tmp_path / "own.csv", list(rows())))
+        read(write_rows(tmp_path / "own.csv", list(rows())))
     told = str(raised.value)
     assert "has 1 of the 7 columns" in told
     assert "Missing: bmi (probably its 'body_mass_index'), lactate (probably its 'lac" in told
@@ -155,7 +146,7 @@ def test_an_error_about_columns_lists_the_differences(tmp_path):
 def test_a_mapping_that_leads_nowhere_is_refused(tmp_path, wrong, message):
     sources = SOURCES | {name: FileColumn(column=column) for name, column in wrong.items()}
     with pytest.raises(DataError, match=message):
-        read(write(tmp_path / "own.csv", list(rows())), sources)
+        read(write_rows(tmp_path / "own.csv", list(rows())), sources)
 
 
 @pytest.mark.parametrize(

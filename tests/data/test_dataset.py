@@ -1,13 +1,13 @@
 import math
 import sys
 from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from tests.tables import write_parquet
 from torch.utils.data import Subset
 
 from fedpact.common.errors import DataError
@@ -144,7 +144,7 @@ def test_bundled_digits_match_scikit_learn_with_licence():
 
 
 def test_heart_disease_reads_missing_as_declared_finding():
-    def features(line: str) -> np.ndarray:
+    def features(line):
         return public._features(public._columns(line), public._RANGES, 0)
 
     written_out = features("50,1,4,120,200,0,0,150,0,0,1,0,3,1")
@@ -158,7 +158,7 @@ def test_heart_disease_reads_missing_as_declared_finding():
 CSV = "age,city,out,dose\n61,A,yes,0.5\n47,B,no,1e-3\n\n39,A,no,-2\n"
 
 
-def write(path: Path, text: str) -> str:
+def write(path, text):
     path.write_text(text)
     return str(path)
 
@@ -215,14 +215,11 @@ def test_no_error_quotes_a_value(tmp_path):
 
 
 def test_parquet_equals_csv(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
-    import pyarrow.parquet as parquet
-
     columns = {"age": [61, 47], "city": ["A", "B"], "out": [1, 0], "dose": [0.5, -2.0]}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    stored = write_parquet(tmp_path / "t.parquet", columns)
     rows = "\n".join(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))
     text = write(tmp_path / "t.csv", f"{','.join(columns)}\n{rows}\n")
-    a, b = (load_dataset(p, label="out", site="city") for p in (str(tmp_path / "t.parquet"), text))
+    a, b = (load_dataset(str(p), label="out", site="city") for p in (stored, text))
     assert torch.equal(a.x, b.x)
     assert torch.equal(a.y, b.y)
     assert (a.classes, a.site) == (b.classes, b.site)

@@ -40,7 +40,7 @@ DIRT = [
 ]
 
 
-def slow(cell: str) -> float | None:
+def slow(cell):
     """One cell as a float32, by a grammar and exact rounding; None where it is no number."""
     text = cell.strip()
     if text.lower() in ("true", "false"):
@@ -55,7 +55,7 @@ def slow(cell: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def dirty(draw: np.random.Generator) -> str:
+def dirty(draw):
     if draw.random() < 0.1:
         return str(draw.choice(DIRT))
     value = float(draw.standard_normal() * 10.0 ** draw.integers(-40, 36))
@@ -99,7 +99,7 @@ def test_quoted_line_breaks_keep_their_record_alone(tmp_path, other):
     good, form = [b"0,plain,no", MULTI, b"2,plain,yes"], RecordForm(drop=["note"])
     broken = other not in (b'7,"",yes', b'7,open",yes')
 
-    def numbers(records: list[bytes]) -> list[float]:
+    def numbers(records):
         path = tmp_path / "r.csv"
         path.write_bytes(b"\r\n".join([b"v,note,y", *records]))
         return load_dataset(str(path), "y", form=form, classes=["no", "yes"]).x[:, 0].tolist()

@@ -21,7 +21,7 @@ from .conftest import put
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format, *args):
         pass
 
 
@@ -77,7 +77,7 @@ def test_a_data_directory_that_cannot_be_written(tmp_path, small_mnist, monkeypa
         download("mnist", (tmp_path / "home").as_uri())
 
 
-def tar(members: dict[str, bytes]) -> bytes:
+def tar(members):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz") as archive:
         for name, content in members.items():
@@ -132,7 +132,7 @@ def test_a_data_set_without_files_cannot_be_downloaded():
 # The commands
 
 
-def run(*arguments: str):
+def run(*arguments):
     return CliRunner().invoke(app, arguments)
 
 

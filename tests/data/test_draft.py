@@ -1,6 +1,5 @@
 """A draft of [records] from a file: proposals for a person to confirm, nothing taken in silence."""
 
-import csv
 import json
 import re
 import tomllib
@@ -10,6 +9,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tables import write_parquet, write_rows
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
@@ -46,13 +46,7 @@ NAMES = [f"--{role}={name}" for role, name in ROLES.items()]
 
 @pytest.fixture
 def table(tmp_path):
-    path = tmp_path / "t.csv"
-    found = list(rows())
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0].keys())
-        writer.writeheader()
-        writer.writerows(found)
-    return path
+    return write_rows(tmp_path / "t.csv", rows())
 
 
 def from_pandas(frame, form):
@@ -166,13 +160,10 @@ def test_arrays_and_parquet_are_drafted_alike(table, tmp_path):
     RecordForm.model_validate(form)
     np.savez(tmp_path / "b.npz", x=np.array([[b"1"], [b"2"]]), y=np.arange(2))
     assert "# found: numbers, 1 to 2" in draft(tmp_path / "b.npz", {})[0]
-    arrow = pytest.importorskip("pyarrow", reason="reads Parquet: the extra `parquet`")
-    from pyarrow import parquet
-
     found = {name: [row[name] for row in rows()] for name in ("age", "ward", "ill")}
-    parquet.write_table(arrow.table(found), tmp_path / "t.parquet")
+    path = write_parquet(tmp_path / "t.parquet", found)
     of_csv = tomllib.loads(confirmed(draft(table, ROLES)[0]))["records"]["columns"]
-    raw = tomllib.loads(confirmed(draft(tmp_path / "t.parquet", {"label": "ill"})[0]))
+    raw = tomllib.loads(confirmed(draft(path, {"label": "ill"})[0]))
     assert raw["records"]["columns"] == {name: of_csv[name] for name in ("age", "ward")}
 
 

@@ -1,10 +1,10 @@
 """A table of no rows is read as one of one row is, and one long cell takes the room of one."""
 
-import csv
 import tracemalloc
 
 import numpy as np
 import pytest
+from tests.tables import write_csv, write_parquet
 
 from fedpact.data.load import load_dataset, load_site
 from fedpact.data.schema import Column, LabelForm, RecordForm
@@ -24,16 +24,10 @@ FILES = "csv", "parquet"
 def written(path, rows):
     """The rows in a file by their names, all of them text."""
     if path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([NAMES, *rows])
-    else:
-        pa = pytest.importorskip("pyarrow", reason="writes Parquet: the extra `parquet`")
-        from pyarrow import parquet
-
-        each = zip(NAMES, range(len(NAMES)), strict=True)
-        columns = {name: pa.array([row[k] for row in rows], pa.string()) for name, k in each}
-        parquet.write_table(pa.table(columns), path)
-    return path
+        return write_csv(path, NAMES, *rows)
+    pa = pytest.importorskip("pyarrow", reason="writes Parquet: the extra `parquet`")
+    cells = [pa.array([row[k] for row in rows], pa.string()) for k in range(len(NAMES))]
+    return write_parquet(path, dict(zip(NAMES, cells, strict=True)))
 
 
 def of_site(path):
@@ -71,13 +65,11 @@ def test_a_site_s_arrays_have_as_many_rows_as_they_have(tmp_path, target, text):
 
 def test_several_labels_in_a_column_of_no_rows(tmp_path):
     pa = pytest.importorskip("pyarrow", reason="writes Parquet: the extra `parquet`")
-    from pyarrow import parquet
-
     form, path = RecordForm(target=LabelForm(kind="several")), tmp_path / "records.parquet"
     for count in (0, 1, 2):
         labels = pa.array([[0.0, 1.0]] * count, pa.list_(pa.float64()))
         numbers = pa.array([1.0] * count, pa.float64())
-        parquet.write_table(pa.table({"a": numbers, "y": labels}), path)
+        write_parquet(path, {"a": numbers, "y": labels})
         found = load_site(path, "y", ("a", "b"), (1,), "float32", form, features=("a",))[0]
         assert found.y.shape == (count, 2)
 

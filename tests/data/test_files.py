@@ -16,7 +16,7 @@ from fedpact.data.load import load_dataset
 from .conftest import put
 
 
-def pixels(contents: dict[str, bytes], part: str, n: int) -> np.ndarray:
+def pixels(contents, part, n):
     """The images of an IDX file, read from its end: 28 * 28 bytes each."""
     raw = gzip.decompress(contents[f"{part}-images.gz"])
     return np.frombuffer(raw[-n * 784 :], np.uint8).reshape(n, 1, 28, 28)

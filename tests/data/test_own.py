@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.tables import write_csv, write_parquet
 
 from fedpact.common.errors import DataError
 from fedpact.data.dataset import RecordFilter
@@ -43,7 +44,7 @@ BAD = {
 }
 
 
-def text(rows) -> str:
+def text(rows):
     stream = io.StringIO()
     csv.writer(stream).writerows([HEADER, *rows])
     return stream.getvalue()
@@ -268,12 +269,9 @@ def test_arrays_of_a_simulation_are_sifted_alike(caplog):
 
 
 def test_parquet_is_sifted_alike(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
-    import pyarrow.parquet as parquet
-
     columns = {"x": [1.0, None, math.nan, 2.0, 5.0], "y": ["no", "no", "yes", "yes", None]}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
-    found = load_site(tmp_path / "t.parquet", "y", CLASSES, (1,), "float32", RecordForm())[0]
+    path = write_parquet(tmp_path / "t.parquet", columns)
+    found = load_site(path, "y", CLASSES, (1,), "float32", RecordForm())[0]
     assert (found.x.tolist(), found.y.tolist()) == ([[1.0], [2.0]], [0, 1])
 
 
@@ -293,12 +291,9 @@ def test_a_clamped_value_leaves_the_bits_of_all_others(tmp_path):
 
 def test_unreadable_parquet_cell_drops_its_record(tmp_path):
     arrow = pytest.importorskip("pyarrow", reason="reads Parquet: the extra `parquet`")
-    from pyarrow import parquet
-
     text = arrow.array([b"yes", b"\xff\xfe", b"no"], arrow.binary()).view(arrow.string())
     columns = {name: [float(row[k]) for row in [X[0], X[0], X[1]]] for k, name in enumerate("vw")}
-    path = tmp_path / "t.parquet"
-    parquet.write_table(arrow.table({**columns, "out": text}), path)
+    path = write_parquet(tmp_path / "t.parquet", {**columns, "out": text})
     found = load_site(path, "out", CLASSES, (2,), "float32", RecordForm(), features=("v", "w"))[0]
     assert found.y.tolist() == [1, 0]
     assert len(found.x) == 2
@@ -307,9 +302,8 @@ def test_unreadable_parquet_cell_drops_its_record(tmp_path):
 def test_the_order_of_a_files_columns_is_the_federations(tmp_path):
     """A file whose columns stand otherwise gives the same numbers; nobody's order, no numbers."""
     order = [4, 0, 5, 2, 1, 3]
-    path = tmp_path / "r.csv"
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([[row[k] for k in order] for row in [HEADER, *GOOD]])
+    rows = [[row[k] for k in order] for row in [HEADER, *GOOD]]
+    path = write_csv(tmp_path / "r.csv", *rows)
     found = read(path)
     check_only_the_good(found)
     assert found.features == tuple(HEADER[:-1])
@@ -411,17 +405,13 @@ def test_integers_beyond_2_53_are_missing(tmp_path):
 
 def test_a_decimal_name_ignores_other_names_digits(tmp_path):
     """Arrow gives all of a column as many digits as the longest has."""
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
-    import pyarrow.parquet as parquet
-
     own = {"categories": ["1.5", "2.5", "o"], "other": "o"}
     form = RecordForm(columns={"code": own})
     found = []
     for more in ([], ["1.555"]):
         cells = list(map(Decimal, ["1.5", "2.5", "10", *more]))
-        table = {"code": cells, "out": cells}
-        parquet.write_table(pyarrow.table(table), tmp_path / "t.parquet")
+        path = write_parquet(tmp_path / "t.parquet", {"code": cells, "out": cells})
         classes = ("1.5", "2.5", "10")
-        some = load_site(tmp_path / "t.parquet", "out", classes, (1,), "float32", form)[0]
+        some = load_site(path, "out", classes, (1,), "float32", form)[0]
         found.append((some.x[:3].tolist(), some.y[:3].tolist()))
     assert found[0] == found[1] == ([[0.0], [1.0], [2.0]], [0, 1, 2])

@@ -38,7 +38,7 @@ EVERY_KIND = [
 LEAVES_SOME_OVER = ("labels", "pathological", "power_law")
 
 
-def joined(partition: Partition) -> list[np.ndarray]:
+def joined(partition):
     """All indices of each site."""
     return [np.concatenate([partition.train[n], partition.held_out[n]]) for n in partition.train]
 
@@ -85,7 +85,7 @@ def test_the_seed_decides(choice):
     assert not same(a, other)
 
 
-def same(a: Partition, b: Partition) -> bool:
+def same(a, b):
     return (
         (a.settings, a.seed, a.classes) == (b.settings, b.seed, b.classes)
         and list(a.train) == list(b.train)

@@ -48,7 +48,7 @@ def test_images_have_the_published_counts_and_moments(real_data, name):
         assert math.isclose(x.max() - x.min(), 1 / std(name)[channel], rel_tol=1e-5)
 
 
-def std(name: str) -> tuple[float, ...]:
+def std(name):
     return {
         "mnist": (0.3081,),
         "fashion_mnist": (0.3530,),

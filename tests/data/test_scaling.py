@@ -1,6 +1,5 @@
 """Constants declared column by column: what stands in place of a record, in all engines alike."""
 
-import csv
 import logging
 import tomllib
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from tests.tables import write_csv, write_parquet
 
 from fedpact.common.errors import DataError
 from fedpact.common.params import FlatModel
@@ -50,9 +50,7 @@ NAMES = ["age", "dose", "bmi", "ward=A", "ward=B", "ward=C", "code=1.0", "code=7
 
 
 def table(path, rows=ROWS):
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([HEADER, *rows])
-    return path
+    return write_csv(path, HEADER, *rows)
 
 
 def prepared(data, form):
@@ -93,12 +91,8 @@ def test_columns_by_hand_from_every_kind_of_table(tmp_path):
     assert torch.equal(prepared(frame, form), wanted)
     assert torch.equal(frame.y, found.y)
 
-    arrow = pytest.importorskip("pyarrow", reason="the extra fedpact[parquet]")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(
-        arrow.table({k: arrow.array(list(v)) for k, v in cells.items()}), tmp_path / "t.parquet"
-    )
-    stored = load_dataset(str(tmp_path / "t.parquet"), "out", form=form)
+    path = write_parquet(tmp_path / "t.parquet", {k: list(v) for k, v in cells.items()})
+    stored = load_dataset(str(path), "out", form=form)
     assert torch.equal(prepared(stored, form), wanted)
 
 
@@ -259,13 +253,11 @@ def test_declarations_of_dropped_columns_are_ignored(tmp_path):
     left = {name: own for name, own in COLUMNS.items() if name not in dropped}
     whole = RecordForm(columns=COLUMNS, drop=sorted(dropped))
     without = RecordForm(columns=left)
-    path, short = table(tmp_path / "t.csv"), tmp_path / "short.csv"
-    with short.open("w", newline="") as file:
-        csv.writer(file).writerows([[row[k] for k in places] for row in [HEADER, *ROWS]])
-    one, other = (
-        load_dataset(str(path), "out", form=whole),
-        load_dataset(str(short), "out", form=without),
-    )
+    path = table(tmp_path / "t.csv")
+    fewer = [[row[k] for k in places] for row in [HEADER, *ROWS]]
+    short = write_csv(tmp_path / "short.csv", *fewer)
+    one = load_dataset(str(path), "out", form=whole)
+    other = load_dataset(str(short), "out", form=without)
     assert one.features == other.features
     assert torch.equal(one.x, other.x)
     assert torch.equal(prepared(one, whole), prepared(other, without))

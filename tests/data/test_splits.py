@@ -112,7 +112,7 @@ def test_dirichlet_of_one_label_has_the_law_s_moments():
 
 
 def test_dirichlet_s_concentration_orders_the_heterogeneity():
-    def distance(beta: float) -> float:
+    def distance(beta):
         chosen = PartitionSettings(kind="dirichlet", beta=beta, held_out=0)
         counts = make_partition(EVEN, chosen, 10, seed=1).label_counts
         return float(np.abs(counts / counts.sum(1, keepdims=True) - 0.1).sum(1).mean())
@@ -236,7 +236,7 @@ def test_feature_noise_grows_by_site_and_moves_no_record():
         make_partition(data, PartitionSettings(kind="feature_noise", noise=4.0, held_out=h), 5, 1)
         for h in (0, 0.5)
     )
-    seen = dict[int, torch.Tensor]()
+    seen = {}
     for k, (name, site) in enumerate(zip(whole.train, whole.sites(data), strict=True), start=1):
         assert set(whole.train[name]) == {*half.train[name], *half.held_out[name]}
         seen |= dict(zip(whole.train[name].tolist(), site.x, strict=True))

@@ -23,12 +23,12 @@ from fedpact.plan import Plan
 ERROR = 1e-6
 
 
-def chi_square(squares: float, degrees: int) -> None:
+def chi_square(squares, degrees):
     """Refuse a sum of squared standard normals that is too large or too small. Rate 2 · 1e-6."""
     assert ERROR < stats.chi2.sf(squares, degrees) < 1 - ERROR
 
 
-def by_device(name: str):
+def by_device(name):
     data = load_dataset(name)
     sites = np.asarray(data.site)
     for k, site in enumerate(np.unique(sites)):

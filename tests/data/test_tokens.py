@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tests.tables import write_parquet
 
 from fedpact.common.errors import DataError
 from fedpact.data.cells import Columns
@@ -104,14 +105,10 @@ def test_an_empty_list_ahead_leaves_the_others_tokens():
 def test_a_table_opens_whatever_its_records_hold(tmp_path, cells, features, shape, kind):
     """One good record more must not be what lets a site start, or a prediction be made."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow, an extra, is not installed")
-    import pyarrow.parquet as parquet
-
     column = features[0] if features else "x"
     listed = pyarrow.array(cells, pyarrow.list_(pyarrow.int64()))
-    parquet.write_table(
-        pyarrow.table({column: listed, "y": ["a"] * len(cells)}), tmp_path / "t.parquet"
-    )
-    at = tmp_path / "t.parquet", "y", ("a", "b"), shape, kind, RecordForm()
+    path = write_parquet(tmp_path / "t.parquet", {column: listed, "y": ["a"] * len(cells)})
+    at = path, "y", ("a", "b"), shape, kind, RecordForm()
     assert load_site(*at, features=features)[0].x.shape == (0, *shape)
     table, form = read_declared(
         {column: cells}, RecordForm(), Roles(), shape, features, labelled=False

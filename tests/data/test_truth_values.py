@@ -17,6 +17,7 @@ from fedpact.data.targets import class_numbers, persons_of
 
 FRAME = pd.DataFrame({"age": np.arange(40) / 40, "smoker": [True, False] * 20,
                       "ill": [True, True, False, False] * 10})  # fmt: skip
+every_container = pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
 GAPS = FRAME.assign(smoker=[None, *FRAME.smoker[1:]]).astype({"smoker": "boolean"})
 
 
@@ -28,12 +29,19 @@ def from_frame(frame, label, site=None, person=None, classes=None, form=None):
 def read(kind, frame, tmp_path, form, classes=None):
     if kind == "frame":
         return from_frame(frame, "ill", classes=classes, form=form)
-    path = tmp_path / f"t.{kind}"
-    frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
-    return load_dataset(str(path), "ill", classes=classes, form=form)
+    return load_dataset(stored(frame, tmp_path / f"t.{kind}"), "ill", classes=classes, form=form)
 
 
-@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+def stored(frame, path):
+    if path.suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        pytest.importorskip("pyarrow")
+        frame.to_parquet(path)
+    return str(path)
+
+
+@every_container
 @pytest.mark.parametrize(
     ("own", "ones"),
     [
@@ -46,8 +54,6 @@ def read(kind, frame, tmp_path, form, classes=None):
 )
 @pytest.mark.parametrize("frame", [FRAME, GAPS], ids=["all", "gaps"])
 def test_truth_values_are_the_same_from_every_container(kind, own, ones, frame, tmp_path):
-    if kind == "parquet":
-        pytest.importorskip("pyarrow")
     data = read(kind, frame, tmp_path, RecordForm(columns={"smoker": own} if own else {}))
     smoker = torch.tensor([float(s == ones) for s in frame.smoker if s is not pd.NA])
     assert data.x[:, 1].tolist() == smoker.tolist()
@@ -55,11 +61,9 @@ def test_truth_values_are_the_same_from_every_container(kind, own, ones, frame, 
     assert data.y.tolist() == [int(v) for v in FRAME.ill][len(FRAME) - len(smoker) :]
 
 
-@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+@every_container
 @pytest.mark.parametrize("classes", [["True", "False"], ["true", "false"], ["1", "0"]])
 def test_declared_classes_are_truth_values_from_every_container(kind, classes, tmp_path):
-    if kind == "parquet":
-        pytest.importorskip("pyarrow")
     data = read(kind, FRAME, tmp_path, RecordForm(), classes)
     assert data.y.tolist() == [int(not v) for v in FRAME.ill]
 
@@ -111,11 +115,9 @@ def test_one_class_is_refused_with_the_labels_that_are_found(classes):
         fedpact.from_arrays(np.zeros((40, 2)), labels, classes=classes)
 
 
-@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+@every_container
 def test_whole_numbers_are_the_same_with_a_point(kind, tmp_path):
     """An empty cell makes floats of a column of whole numbers, which a CSV then writes as 1.0."""
-    if kind == "parquet":
-        pytest.importorskip("pyarrow")
     codes = [2, 1, 3, -1] * 10
     whole = pd.DataFrame({"age": FRAME.age, "ward": codes, "ill": [1, 0] * 20})
     gaps = whole.astype({"ward": float, "ill": float})
@@ -141,11 +143,9 @@ def test_codes_with_points_are_what_they_are(tmp_path):
         assert data.x[:, 0].tolist() == places * 3
 
 
-@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+@every_container
 def test_one_number_is_one_class_however_it_is_written(kind, tmp_path, caplog):
     """Undeclared: files of two hospitals are put together, and one had an empty cell."""
-    if kind == "parquet":
-        pytest.importorskip("pyarrow")
     frame = pd.DataFrame({"age": FRAME.age, "ill": ["0", "1", "0.0", "1.0"] * 10})
     data = read(kind, frame, tmp_path, RecordForm())
     assert (data.classes, data.y.tolist()) == (("0", "1"), [0, 1, 0, 1] * 10)
@@ -185,20 +185,16 @@ NOBODY = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["frame", "csv", "parquet"])
+@every_container
 @pytest.mark.parametrize("nobody", NOBODY)
 def test_missing_names_are_not_one_person(kind, nobody, tmp_path, caplog):
     """Ten records of many people, taken for one, would each be protected less than is said."""
-    if kind == "parquet":
-        pytest.importorskip("pyarrow")
     whose = ["7", "7.0", nobody, "8"] * 10
     frame = pd.DataFrame({"age": FRAME.age, "ill": ["a", "b"] * 20, "patient": whose})
-    path = tmp_path / f"t.{kind}"
     if kind == "frame":
         data = from_frame(frame, "ill", person="patient")
     else:
-        frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
-        data = load_dataset(str(path), "ill", person="patient")
+        data = load_dataset(stored(frame, tmp_path / f"t.{kind}"), "ill", person="patient")
     assert data.person == ("7", "7", "8") * 10
     assert "names no person" in caplog.text
 
@@ -247,10 +243,8 @@ def test_bytes_are_the_text_that_they_spell(kind, tmp_path):
         np.savez(path, x=np.eye(40), y=[0, 1] * 20, person=np.array(whose))
         data = load_dataset(str(path))
     else:
-        pytest.importorskip("pyarrow")
-        labels = [b"yes", b"no"] * 20
-        pd.DataFrame({"age": FRAME.age, "ill": labels, "who": whose}).to_parquet(path)
-        data = load_dataset(str(path), "ill", person="who")
+        frame = pd.DataFrame({"age": FRAME.age, "ill": [b"yes", b"no"] * 20, "who": whose})
+        data = load_dataset(stored(frame, path), "ill", person="who")
         assert data.classes == ("no", "yes")
     assert data.person == ("7", "8") * 10
 

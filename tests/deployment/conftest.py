@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
 
 from flwr.supercore.task_identity import TaskIdentity
-from tests.deployment.grid import Clock, Run, allow
+from tests.deployment.grid import Clock, Run, allow, read_from
 
 from fedpact.cli.main import main
 from fedpact.deployment import local
@@ -26,7 +26,7 @@ from fedpact.plan import Plan
 PLAN = {"rounds": 5, "sites": 3, "privacy": {"accountant": "rdp"}, "settings": {"local_steps": 2}}
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -35,14 +35,14 @@ def free_port() -> int:
 class Forked(get_context("fork").Process):
     """A command as a process of its own that need not load torch again; its output is a log's."""
 
-    def __init__(self, work, log: Path, *arguments, **environment) -> None:
+    def __init__(self, work, log, *arguments, **environment):
         super().__init__()
         self.work, self.log, self.arguments, self.environment = work, log, arguments, environment
         log.touch()
         with warnings.catch_warnings(action="ignore"):  # of a process that has threads
             self.start()
 
-    def run(self) -> None:
+    def run(self):
         os.setsid()
         local.die_with_parent()
         with self.log.open("ab") as log:
@@ -56,7 +56,7 @@ class Forked(get_context("fork").Process):
         sys.argv = ["fedpact", *self.arguments]
         self.work()
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.exitcode
 
     wait = get_context("fork").Process.join
@@ -94,7 +94,7 @@ def make(tmp_path_factory):
     """
     found = {}
 
-    def new_deployment(directory: Path, choices=None, **plan) -> Path:
+    def new_deployment(directory, choices=None, **plan):
         key = json.dumps([choices, plan], sort_keys=True, default=repr)
         if key not in found:
             found[key] = tmp_path_factory.mktemp("made") / "d"
@@ -160,11 +160,16 @@ def ended(make, tmp_path_factory):
 
 @pytest.fixture
 def federate(make, tmp_path, in_memory):
-    """federate(choices, name, **plan) -> grid.Run, whose ledgers are closed in the end."""
+    """federate(choices, name, table, **plan) -> grid.Run, whose ledgers are closed in the end.
+
+    table: what its sites read their records from, if nothing was made up for them.
+    """
     made = []
 
-    def new(choices, name="d", **plan):
+    def new(choices, name="d", table=None, **plan):
         directory = make(tmp_path / name, choices, **plan)
+        if table is not None:
+            read_from(table, *(directory / "sites").iterdir())
         if plan.get("privacy", {}).get("honest"):
             allow(directory)
         made.append(Run(directory))

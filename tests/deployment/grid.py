@@ -172,6 +172,13 @@ def forget(directory, *names):
             store.remove(name)
 
 
+def read_from(table, *sites):
+    """Have these sites read their records from a table, as their owners do."""
+    for site in sites:
+        path = site / "site.toml"
+        path.write_text(path.read_text().replace("/path/to/records.csv", str(table)))
+
+
 def charged(node):
     return events_in(node.directory / "ledger.jsonl")
 

@@ -3,9 +3,6 @@
 import json
 
 import pytest
-
-pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app

@@ -1,6 +1,5 @@
 """Before a site opens: its owner sees each mistake, and nobody else sees anything."""
 
-import csv
 import json
 import logging
 import os
@@ -10,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-
-from tests.deployment.grid import Node, Run
+from tests.deployment.grid import Node, Run, read_from
+from tests.tables import write_rows
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
@@ -45,28 +42,18 @@ def rows(n=200, factor=1.0):
         yield {"age": rng.integers(20, 90), "lactate": lactate, "sex": sex, "out": "ny"[k % 3 == 0]}
 
 
-def write(path, found):
-    found = list(found)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, found[0].keys())
-        writer.writeheader()
-        writer.writerows(found)
-    return path
-
-
 @pytest.fixture
 def sites(make, tmp_path):
     """sites(table, ...) -> a deployment whose sites read these tables, and the sites' homes."""
 
     def new(*tables, choices=None, name="d", **plan):
-        study = write(tmp_path / "study.csv", rows())
+        study = write_rows(tmp_path / "study.csv", rows())
         whole = {"data": str(study), "label": "out", "rounds": 2, "sites": len(tables), **plan}
         whole |= {"records": {"classes": ["n", "y"], "columns": COLUMNS}}
         where = make(tmp_path / name, {"records": False, **(choices or {})}, **whole)
         homes = sorted((where / "sites").iterdir())
         for home, table in zip(homes, tables, strict=True):
-            path = home / "site.toml"
-            path.write_text(path.read_text().replace("/path/to/records.csv", str(table)))
+            read_from(table, home)
         return where, homes
 
     return new
@@ -82,11 +69,11 @@ def spoiled(path, bad, n=100):
     found = list(rows(n))
     for row in found[:bad]:
         row["age"] = 400
-    return write(path, found)
+    return write_rows(path, found)
 
 
 def test_a_wrong_unit_is_named(sites, tmp_path):
-    table = write(tmp_path / "own.csv", rows(factor=9.0))
+    table = write_rows(tmp_path / "own.csv", rows(factor=9.0))
     _, (home,) = sites(table)
     found = check_site(home)
     (lactate,) = (one for one in found.columns if one.name == "lactate")
@@ -111,7 +98,7 @@ def test_a_wrong_unit_is_named(sites, tmp_path):
 def test_a_clamped_column_in_another_unit_does_not_open(sites, tmp_path, monkeypatch):
     """None of its records would be left out, and all would hold one number."""
     monkeypatch.setitem(COLUMNS["lactate"], "clamp", True)
-    _, (home,) = sites(write(tmp_path / "own.csv", rows(factor=99.0)))
+    _, (home,) = sites(write_rows(tmp_path / "own.csv", rows(factor=99.0)))
     found = check_site(home)
     assert found.left_out == []
     (told,) = found.problems
@@ -156,7 +143,7 @@ def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
 
 
 def test_a_site_needs_a_folder_it_may_write_to(sites, tmp_path, monkeypatch):
-    _, (home,) = sites(write(tmp_path / "own.csv", rows()))
+    _, (home,) = sites(write_rows(tmp_path / "own.csv", rows()))
     assert check_site(home).problems == []
     monkeypatch.setattr(os, "access", lambda place, mode: place != home)  # root may write anywhere
     assert [f"{home} is not writable" in one for one in check_site(home).problems] == [True]
@@ -196,7 +183,7 @@ def test_an_owner_may_leave_out_as_many_as_it_likes(sites, tmp_path):
 
 def test_differing_columns_are_reported_together(sites, tmp_path):
     found = [{"case": k, "blood_lactate": r.pop("lactate"), **r} for k, r in enumerate(rows())]
-    _, (home,) = sites(write(tmp_path / "own.csv", found))
+    _, (home,) = sites(write_rows(tmp_path / "own.csv", found))
     checked = check_site(home)
     assert checked.missing == ("lactate",)
     assert checked.renamed == {"lactate": "blood_lactate"}
@@ -215,7 +202,7 @@ def test_differing_columns_are_reported_together(sites, tmp_path):
 
 def test_undeclared_words_are_named(sites, tmp_path):
     found = [{**row, "sex": row["sex"][0].upper()} for row in rows()]
-    _, (home,) = sites(write(tmp_path / "own.csv", found))
+    _, (home,) = sites(write_rows(tmp_path / "own.csv", found))
     checked = check_site(home)
     assert any("'F' (100), 'M' (100): other words?" in remark for remark in checked.remarks)
     assert checked.left_out == [("sex", "is not one of its declared categories", 200)]
@@ -224,7 +211,7 @@ def test_undeclared_words_are_named(sites, tmp_path):
 
 
 def test_the_cost_and_what_remains_are_the_owners(sites, tmp_path):
-    _, (home,) = sites(write(tmp_path / "own.csv", rows()))
+    _, (home,) = sites(write_rows(tmp_path / "own.csv", rows()))
     before = check_site(home)
     assert (before.epsilon, before.epsilon_before, before.reserved) == (2.0, 0.0, False)
     with Site(home) as site:
@@ -262,7 +249,7 @@ def finish(run):
 
 def test_no_message_reveals_checks_or_mappings(sites, tmp_path, in_memory):
     """Replies and ledgers are those of a renamed file, byte for byte but for the time."""
-    plain = write(tmp_path / "plain.csv", rows())
+    plain = write_rows(tmp_path / "plain.csv", rows())
     own = [
         {
             "case": k,
@@ -275,7 +262,7 @@ def test_no_message_reveals_checks_or_mappings(sites, tmp_path, in_memory):
     ]
     # The same numbers, worked out here.
     same = [{**row, "lactate": repr(float(row["lactate"]) * 0.111)} for row in rows(factor=9.0)]
-    own, same = write(tmp_path / "own.csv", own), write(tmp_path / "same.csv", same)
+    own, same = write_rows(tmp_path / "own.csv", own), write_rows(tmp_path / "same.csv", same)
     first, homes = sites(same, plain, choices={"seeds": "test"})
     second = shutil.copytree(first, tmp_path / "second")
     mapped = second / "sites" / homes[0].name
@@ -294,7 +281,7 @@ def test_no_message_reveals_checks_or_mappings(sites, tmp_path, in_memory):
 
 
 def test_up_checks_every_site_before_it_starts_any(sites, tmp_path, monkeypatch):
-    good, bad = write(tmp_path / "a.csv", rows()), spoiled(tmp_path / "b.csv", 50)
+    good, bad = write_rows(tmp_path / "a.csv", rows()), spoiled(tmp_path / "b.csv", 50)
     where, homes = sites(good, bad)
     monkeypatch.setattr(local.Parties, "start", None)
     told = CliRunner().invoke(app, ["deploy", "up", str(where)])
@@ -328,7 +315,7 @@ def test_arrays_and_persons_are_checked_alike(make, tmp_path):
 
 
 def test_check_runs_while_the_site_is_open(sites, tmp_path):
-    _, (home,) = sites(write(tmp_path / "own.csv", rows()))
+    _, (home,) = sites(write_rows(tmp_path / "own.csv", rows()))
     node = Node(10, home)
     before = (home / "ledger.jsonl").read_bytes()
     assert check_site(home).problems == []
@@ -390,7 +377,7 @@ def test_one_check_shows_each_kind_of_fault(sites, tmp_path):
         }
         for k, row in enumerate(rows())
     ]
-    path = write(tmp_path / "own.csv", found)
+    path = write_rows(tmp_path / "own.csv", found)
     _, (home,) = sites(path)
     checked = check_site(home)
     assert "Missing: lactate" in checked.problems[0]
@@ -418,7 +405,7 @@ def test_one_check_shows_each_kind_of_fault(sites, tmp_path):
     ],
 )
 def test_a_table_of_another_form_is_one_problem(sites, tmp_path, form, told):
-    table = write(tmp_path / "own.csv", [{**row, "é": "ü"} for row in rows()])
+    table = write_rows(tmp_path / "own.csv", [{**row, "é": "ü"} for row in rows()])
     text = table.read_text()
     changed = {
         "utf-16": text.encode("utf-16"),
@@ -441,14 +428,14 @@ def test_cells_that_are_no_numbers_are_described(sites, tmp_path):
     found = [{**row, "lactate": row["lactate"].replace(".", ",")} for row in rows()]
     for row in found:
         row["age"] = f"2024-01-{int(row['age']) % 28 + 1:02}"
-    _, (home,) = sites(write(tmp_path / "own.csv", found))
+    _, (home,) = sites(write_rows(tmp_path / "own.csv", found))
     remarks = " ".join(check_site(home).remarks)
     # In the one form or the other: that is no other unit.
     for row in found[::3]:
         row["lactate"] = row["lactate"].replace(",", ".")
     for row in found[1::3]:
         row["lactate"] = row["lactate"].replace(",", ".")
-    write(tmp_path / "own.csv", found)
+    write_rows(tmp_path / "own.csv", found)
     checked = check_site(home)
     told = f"lactate: {len(found[2::3])} cells are no numbers: numbers with decimal commas"
     assert any(told in remark for remark in checked.remarks)
@@ -458,14 +445,14 @@ def test_cells_that_are_no_numbers_are_described(sites, tmp_path):
 
 
 def test_two_sites_with_one_file_are_told(sites, tmp_path):
-    table = write(tmp_path / "own.csv", rows())
+    table = write_rows(tmp_path / "own.csv", rows())
     where, _ = sites(table, table)
     told = CliRunner().invoke(app, ["deploy", "check", str(where)])
     assert "site site-00 reads the same file" in told.stdout
 
 
 def test_another_sites_key_is_a_problem(sites, tmp_path):
-    table = write(tmp_path / "own.csv", rows())
+    table = write_rows(tmp_path / "own.csv", rows())
     _, (first, second) = sites(table, table)
     shutil.copyfile(first / "site.key", second / "site.key")
     assert any("site.key is not the key" in problem for problem in check_site(second).problems)

@@ -1,33 +1,25 @@
 """Columns that are filled, encoded and scaled: a deployment trains on what its simulation does."""
 
-import contextlib
-import csv
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-
-pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-
 import torch
 from safetensors.torch import load_file
-from tests.deployment.grid import NAMES, Node, Run, bound_on_spent, charged
+from tests.deployment.grid import NAMES, bound_on_spent, charged, content, read_from
+from tests.tables import write_csv
 
 from fedpact.api import load
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.transport import TooFewReplies
-from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import LastReply
-from fedpact.plan import Plan
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 
@@ -47,9 +39,7 @@ def table(path, n=90):
         age = "" if k % 9 == 0 else f"{rng.integers(15, 90)}"
         ward = rng.choice(["A", "B", "C", "D", ""])
         rows.append([age, f"{rng.normal(25, 5):.2f}", ward, rng.choice(["no", "yes"])])
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([["age", "bmi", "ward", "out"], *rows])
-    return str(path)
+    return str(write_csv(path, ["age", "bmi", "ward", "out"], *rows))
 
 
 def test_a_deployment_has_the_simulations_bits(federate, tmp_path):
@@ -61,10 +51,8 @@ def test_a_deployment_has_the_simulations_bits(federate, tmp_path):
     }
     run = federate({"seeds": "test"}, **asked)
     run()
-    plan = Plan.parse({**run.nodes[0].site.plan.model_dump(mode="json"), **asked})
-    simulate(plan, tmp_path / "s")
-    deployed = load_file(run.directory / "server" / "run" / "model.safetensors")
-    simulated = load_file(tmp_path / "s" / "model.safetensors")
+    simulate(run.plan(**asked), tmp_path / "s")
+    deployed, simulated = tensors(run.directory / "server" / "run"), tensors(tmp_path / "s")
     assert sorted(deployed) == sorted(simulated)
     assert all(torch.equal(deployed[name], simulated[name]) for name in deployed)
 
@@ -78,8 +66,7 @@ def test_site_reads_its_table_and_reports_wide_columns(make, tmp_path, caplog):
     home = directory / "sites" / NAMES[0]
     federation = Federation.read(home / "federation.toml")
     assert federation.records.columns["ward"].other == "C"
-    text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
-    (home / "site.toml").write_text(text)
+    read_from(data, home)
     caplog.clear()
     with Site(home) as site:
         records = site._records._records
@@ -97,8 +84,7 @@ def test_site_drops_records_with_undefined_scaled_values(make, tmp_path, caplog)
         tmp_path / "d", {"records": False}, data=data, label="out", records={"columns": declared}
     )
     home = directory / "sites" / NAMES[0]
-    text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
-    (home / "site.toml").write_text(text)
+    read_from(data, home)
     with Site(home) as site:
         before = site._records._records.x
     with Path(data).open("a") as file:
@@ -138,8 +124,7 @@ def test_reserved_attempts_are_not_shown_as_spent(begin, tmp_path):
     """The server counts what was asked for: one release, and rounds, as the simulation does."""
     run, asked = begin({"seeds": "test"}, budget={"spare_rounds": 3})
     records = run()
-    plan = Plan.parse({**run.nodes[0].site.plan.model_dump(mode="json"), **asked})
-    simulated = simulate(plan, tmp_path / "s").records
+    simulated = simulate(run.plan(**asked), tmp_path / "s").records
     for record, other in zip(records, simulated, strict=True):
         assert record.epsilon == pytest.approx(other.epsilon)
     # All four releases that may come to be reserved are a part of what all of it may cost.
@@ -156,8 +141,7 @@ def test_column_scales_are_released_once_as_in_simulation(begin, tmp_path, thres
     run, asked = begin({"seeds": "test"}, secure_aggregation={"threshold": threshold})
     records = run()
     assert [record.refused for record in records] == [{}] * 3
-    plan = Plan.parse({**run.nodes[0].site.plan.model_dump(mode="json"), **asked})
-    simulate(plan, tmp_path / "s")
+    simulate(run.plan(**asked), tmp_path / "s")
     there = run.directory / "server" / "run"
     deployed, simulated = tensors(there), tensors(tmp_path / "s")
     assert all(torch.equal(deployed[name], simulated[name]) for name in simulated)
@@ -175,21 +159,11 @@ def test_column_scales_are_released_once_as_in_simulation(begin, tmp_path, thres
     assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
 
 
-@contextlib.contextmanager
-def of_tables(make, tmp_path, declared):
-    """Gives a federation whose sites have tables, and the path of one: all have the same."""
+def of_tables(federate, tmp_path, declared):
+    """A federation whose sites have tables, and the path of one: all have the same."""
     data = table(tmp_path / "t.csv")
     plan = {"data": data, "label": "out", "rounds": 2, "records": {"columns": declared}}
-    directory = make(tmp_path / "d", {"records": False}, **plan)
-    for home in (directory / "sites").iterdir():
-        text = (home / "site.toml").read_text().replace("/path/to/records.csv", data)
-        (home / "site.toml").write_text(text)
-    run = Run(directory)
-    try:
-        yield run, data
-    finally:
-        for node in run.nodes:
-            node.site.close()
+    return federate({"records": False}, table=data, **plan), data
 
 
 def test_prediction_table_columns_may_be_in_any_order(begin, tmp_path):
@@ -228,20 +202,20 @@ def test_a_site_predicts_in_its_own_units_and_names(begin, tmp_path):
         result.predict(asked["data"])
 
 
-def test_table_federation_names_the_models_columns(make, tmp_path):
-    with of_tables(make, tmp_path, DECLARED) as (run, _):
-        run()
+def test_table_federation_names_the_models_columns(federate, tmp_path):
+    run, _ = of_tables(federate, tmp_path, DECLARED)
+    run()
     for party in (run.directory / "server", run.nodes[0].directory):
         assert json.loads((party / "run" / "records.json").read_text())["features"] == [*DECLARED]
 
 
 @pytest.mark.parametrize("declared", [DECLARED, RELEASED], ids=["declared", "released"])
-def test_a_public_test_set_is_scaled_as_the_sites_tables_are(make, tmp_path, declared):
+def test_a_public_test_set_is_scaled_as_the_sites_tables_are(federate, tmp_path, declared):
     """An array has no names: its columns are those of federation.toml, in that order."""
-    with of_tables(make, tmp_path, declared) as (run, data):
-        raw = SimulationSetup.of(run.nodes[0].site.plan.model_copy(update={"data": data})).raw
-        np.savez(run.directory / "server" / "test.npz", x=raw.x.numpy(), y=raw.y.numpy())
-        last = run()[-1]
+    run, data = of_tables(federate, tmp_path, declared)
+    raw = SimulationSetup.of(run.plan(data=data)).raw
+    np.savez(run.directory / "server" / "test.npz", x=raw.x.numpy(), y=raw.y.numpy())
+    last = run()[-1]
     expected = load(run.directory / "server").evaluate(data)
     assert (last.accuracy, last.loss) == pytest.approx((expected.accuracy, expected.loss))
 
@@ -249,26 +223,24 @@ def test_a_public_test_set_is_scaled_as_the_sites_tables_are(make, tmp_path, dec
 def test_a_lost_reply_costs_no_second_release(begin):
     """The same question gets the stored reply."""
     run, _ = begin()
-    heard = []
+    node = run.nodes[0]
 
     def loses(message, answer):
         reply = answer()
-        heard.append(message)
-        return None if len(heard) == 1 else reply
+        return None if len(node.heard) == 1 else reply
 
-    run.nodes[0].behave = loses
+    node.behave = loses
     assert run.refused() == [{}, {}]
-    assert releases(run.nodes[0]) == [(0, 0, 1)]
+    assert releases(node) == [(0, 0, 1)]
 
 
 @pytest.mark.parametrize(("spare", "again"), [(0, [(0, 0, 1)]), (1, [(0, 0, 1), (0, 0, 1)])])
 def test_crashed_site_pays_again_within_its_reservation(begin, spare, again):
     run, _ = begin(budget={"spare_rounds": spare})
-    node, heard = run.nodes[0], []
+    node = run.nodes[0]
 
     def dies(message, answer):
-        heard.append(message)
-        if len(heard) == 1:
+        if len(node.heard) == 1:
             answer()
             # Charged, and gone before the reply was written down.
             node.site._store.remove("reply")
@@ -288,11 +260,8 @@ def test_crashed_site_pays_again_within_its_reservation(begin, spare, again):
 @pytest.mark.parametrize(
     ("lie", "why"),
     [
-        (lambda r: {"vectors": {"columns/means": r.vectors["columns/means"] + 1e30}}, "far off"),
-        (
-            lambda r: {"vectors": {"columns/means": r.vectors["columns/means"] * math.nan}},
-            "not finite",
-        ),
+        (lambda r: {"vectors": {MEANS: r.vectors[MEANS] + 1e30}}, "far off"),
+        (lambda r: {"vectors": {MEANS: r.vectors[MEANS] * math.nan}}, "not finite"),
         (lambda r: {"numbers": {**r.numbers, "columns/noise": 0.0}}, "far off"),
         (lambda r: {"numbers": {**r.numbers, "columns/part": 0.5}}, "far off"),
         (lambda r: {"numbers": {}}, "form"),
@@ -304,10 +273,11 @@ def test_false_column_release_is_rejected_and_run_starts(begin, lie, why):
     node = run.nodes[1]
 
     def lies(message, answer):
-        reply = from_bytes(flower_records.from_record(answer().content)[0])
+        honest = answer()
+        reply = content(honest)
         if isinstance(reply, Reply) and reply.round == 0:
-            return node.forge(message, to_bytes(replace(reply, **lie(reply))))
-        return answer()
+            return node.change(message, lambda: honest, **lie(reply))
+        return honest
 
     node.behave = lies
     records = run()
@@ -319,7 +289,7 @@ def test_false_column_release_is_rejected_and_run_starts(begin, lie, why):
 def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
     run = federate(None, rounds=2)
     node = run.nodes[0]
-    w = FlatModel(Coordinator.of(run.directory / "server").module()).vector
+    w = FlatModel(run.coordinator.module()).vector
     task = Task(node.site.run, 0, "fedavg", {"w": w}, {})
     refusal = from_bytes(answer(node.site, to_bytes(task))[0])
     assert isinstance(refusal, Refusal)
@@ -338,12 +308,11 @@ def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
 def test_a_site_with_other_terms_ends_the_start_uncharged(begin, file, before, after):
     run, _ = begin()
     node = run.nodes[1]
-    node.site.close()
     path = node.directory / file
     text = path.read_text()
     assert before in text
     path.write_text(text.replace(before, after))
-    run.nodes[1] = Node(node.number, node.directory)
+    node.restart()
     with pytest.raises(
         TooFewReplies, match=r"2 of 3 sites are ready.* site-01 has a plan\.json or"
     ):
@@ -372,6 +341,5 @@ def test_parties_that_declare_otherwise_do_not_open(begin):
     node = run.nodes[0]
     path = node.directory / "federation.toml"
     path.write_text(path.read_text().replace('"released"', '"range"', 1))
-    node.site.close()
     with pytest.raises(PlanError, match=r'1 columns with scale = "released", plan\.json 2'):
-        Site(node.directory)
+        node.restart()

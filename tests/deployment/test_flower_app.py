@@ -13,9 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-
 from flwr.app import Context, Message, RecordDict
 from tests.deployment.conftest import free_port
 from tests.deployment.grid import Grid, events_in

@@ -18,9 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-
-pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-
 from tests.deployment.conftest import free_port
 from tests.deployment.test_processes import spawner
 from tests.waiting import wait_for

@@ -259,7 +259,7 @@ def test_a_site_that_waits_to_be_let_in_outlasts_a_full_disk(site_dir, monkeypat
     monkeypatch.setattr(site_process, "work", work)
     monkeypatch.setattr(processes, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(processes, "_prepare", lambda _: None)
-    told = list[str]()
+    told = []
     monkeypatch.setattr(processes._Teller, "__call__", lambda _, words: told.append(words))
     with pytest.raises(Enough):
         processes.run_site(site_dir)

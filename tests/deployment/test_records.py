@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.deployment.grid import stored
+from tests.deployment.grid import read_from, stored
 from tests.spread import spread
 
 from fedpact.common.errors import PlanError
@@ -42,11 +42,11 @@ def form(message):
 EQUAL_LENGTHS = {"compression": {"kind": "none"}}
 
 
-def everything(site_dir: Path) -> list[object]:
+def everything(site_dir):
     """The form of all that leaves a site in a run, and of the files that follow from it."""
     for name in ("ledger.jsonl", "ledger.jsonl.seen", "site.db"):
         (site_dir / name).unlink(missing_ok=True)
-    found: list[object] = []
+    found = []
     numbers = False
     with Site(site_dir) as site:
         method = site.plan.method
@@ -72,7 +72,7 @@ def everything(site_dir: Path) -> list[object]:
     return found
 
 
-def images(site_dir: Path) -> tuple[np.ndarray, np.ndarray]:
+def images(site_dir):
     with np.load(site_dir / "records.npz") as stored:
         return stored["x"], stored["y"]
 
@@ -191,8 +191,7 @@ def test_a_csv_of_wrong_lines_leaves_no_trace(make, tmp_path):
     plan = {"data": str(table), "label": "out", "sites": 2, "rounds": 2}
     choices = {"records": False}
     site_dir = make(tmp_path / "d", choices, **plan) / "sites" / "site-00"
-    settings = (site_dir / "site.toml").read_text().replace("/path/to/records.csv", str(table))
-    (site_dir / "site.toml").write_text(settings)
+    read_from(table, site_dir)
     clean = everything(site_dir)
     for line in ('1,"2,a', "1,2", "abc,1,a", ",1,b", "1,1,c", "1,1,", "1e39,1,a", "nan,1,b"):
         table.write_text("\n".join(["p,q,out", line, *rows, line]) + "\n")

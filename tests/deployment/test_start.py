@@ -3,9 +3,6 @@
 import json
 
 import pytest
-
-pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-
 from tests.deployment.grid import Node, charged
 from tests.deployment.test_columns import RELEASED, table
 

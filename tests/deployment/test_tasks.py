@@ -5,9 +5,6 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-
-pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-
 import torch
 from safetensors.torch import load_file
 
@@ -62,8 +59,7 @@ def test_a_deployment_has_the_simulations_bits(federate, tmp_path, task, y, x, m
     asked = _asked(tmp_path, task, x, model, y=y)
     run = federate({"seeds": "test"}, **asked)
     run()
-    plan = Plan.parse({**run.nodes[0].site.plan.model_dump(mode="json"), **asked})
-    simulated = simulate(plan, tmp_path / "s")
+    simulated = simulate(run.plan(**asked), tmp_path / "s")
     folder = run.directory / "server" / "run"
     deployed = load_file(folder / "model.safetensors")
     for name, weight in load_file(tmp_path / "s" / "model.safetensors").items():

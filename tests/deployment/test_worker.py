@@ -43,7 +43,7 @@ from fedpact.simulation.secure_aggregation import keys
     ],
 )
 def test_a_strange_answer_is_reported_and_not_followed(site_dir, monkeypatch, answer, said):
-    asked = list[str]()
+    asked = []
 
     def handle(request):
         asked.append(request.url.host)

@@ -1,17 +1,16 @@
 """A model that takes words, as a site's owner would name it: words:bag."""
 
-import torch
 from torch import nn
 
 WORDS = 50
 
 
 class _Bag(nn.Module):
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes):
         super().__init__()
         self.e, self.l = nn.Embedding(WORDS, 4), nn.Linear(4, classes)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.l(self.e(x).mean(1))
 
 
