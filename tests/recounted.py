@@ -1,9 +1,7 @@
 """A ledger's events once more, by dp-accounting."""
 
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 
 import dp_accounting
 from dp_accounting.pld import PLDAccountant
@@ -12,24 +10,22 @@ from dp_accounting.rdp import RdpAccountant
 from fedpact.privacy.ledger.hash_chain import read_entries
 
 
-def charges(folder: Path, site: str) -> list[dict]:
+def charges(folder, site):
     """The charges in a site's ledger of a run."""
     entries = read_entries(folder / "sites" / site / "ledger.jsonl")
     return [entry for entry in entries if entry["kind"] == "charge"]
 
 
-def epsilon(
-    events: Iterable[tuple[float, float, int]], delta: float, accountant: str = "pld"
-) -> float:
+def epsilon(events, delta, accountant="pld"):
     """ε of events (q, σ, count) together; like ones are one composition, and like lists one sum."""
-    counts = Counter[tuple[float, float]]()
+    counts = Counter()
     for q, sigma, count in events:
         counts[q, sigma] += count
     return _epsilon(tuple(sorted(counts.items())), delta, accountant)
 
 
 @cache
-def _epsilon(counts: tuple[tuple[tuple[float, float], int], ...], delta: float, by: str) -> float:
+def _epsilon(counts, delta, by):
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     accountant = PLDAccountant(relation) if by == "pld" else RdpAccountant(None, relation)
     for (q, sigma), count in counts:

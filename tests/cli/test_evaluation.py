@@ -19,7 +19,7 @@ HELD = ["evaluation.share=0.3", "evaluation.epsilon=2"]
 SMALL = ["rounds=2", "sites=2", "privacy.accountant=rdp", *HELD]
 
 
-def five(run: dict) -> float:
+def five(run):
     """What all that a receipt's run reserved costs a person with five records."""
     events = {SampledGaussian(e["q"], e["sigma"]): e["reserved"] for e in run["events"]}
     return epsilon_per_person(events, run["delta"], 5)
@@ -63,7 +63,6 @@ def test_a_plan_says_beforehand_what_evaluations_cost(tmp_path, capsys, person):
     plans.plan(None, asked)
     told = " ".join(capsys.readouterr().out.split())
     once = Plan.read(None, asked).evaluation_terms
-    assert once is not None
     of_five = epsilon_per_person(once.history, 1e-5, 5)
     assert found["evaluation"]["epsilon_per_person"]["5"] == pytest.approx(of_five)
     assert f"5 records {upper(of_five)}" in told

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from tests.policies import write_policy
 
 from fedpact.cli.commands import ledger as commands
 from fedpact.common.errors import BudgetExhausted, InputError, LedgerError, PlanError, PolicyRefused
@@ -19,15 +20,7 @@ from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.receipt import receipt, remaining
 from fedpact.simulation.simulate import simulate
 
-POLICY = """
-algorithms = ["fedavg"]
-releases = ["gradient"]
-epsilon_per_run = 1.0
-delta_per_run = 1e-5
-epsilon_ever = 2.0
-delta_ever = 1e-4
-smallest_sigma = 0.5
-"""
+POLICY = {"epsilon_per_run": 1.0, "epsilon_ever": 2.0, "delta_ever": 1e-4, "smallest_sigma": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +40,7 @@ def twice(two_runs, tmp_path):
 
 
 def runner(home):
-    (home / "policy.toml").write_text(POLICY)
+    write_policy(home / "policy.toml", **POLICY)
 
     def run(name, seed, epsilon=1.0, **how):
         plan = Plan.parse(
@@ -79,13 +72,13 @@ def test_reservations_add_across_runs_up_to_the_policy(twice, tmp_path):
 def test_tightened_policy_applies_to_a_continued_run(twice, tmp_path):
     """By itself the run is within it; with the two before it is not."""
     policy = tmp_path / "policy.toml"
-    policy.write_text(POLICY.replace("epsilon_ever = 2.0", "epsilon_ever = 3.0"))
+    write_policy(policy, **POLICY | {"epsilon_ever": 3.0})
     calls = iter((False, True))
     twice("three", 3, stop=lambda: next(calls))
-    policy.write_text(POLICY)
+    write_policy(policy, **POLICY)
     with pytest.raises(PolicyRefused, match=r"epsilon would be 3: .*epsilon_ever = 2"):
         twice("three", 3)
-    policy.write_text(POLICY.replace("epsilon_ever = 2.0", "epsilon_ever = 3.0"))
+    write_policy(policy, **POLICY | {"epsilon_ever": 3.0})
     assert twice("three", 3).summary["status"] == "finished"
 
 

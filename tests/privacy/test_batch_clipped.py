@@ -2,24 +2,22 @@
 
 import dataclasses
 import math
-from typing import Any
 
-import dp_accounting
 import pytest
 import torch
-from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from tests import recounted
+from tests.policies import GENEROUS
+from torch import nn
 
 from fedpact.common.errors import InputError, ModelError, PlanError, PolicyRefused
-from fedpact.common.losses import Loss, cross_entropy
+from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.accounting.accountant import Accountant, Budget
+from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.accounting.calibration import smallest_sigma
 from fedpact.privacy.batches import BatchClippedKernel, clip_for
 from fedpact.privacy.mechanisms import sensitivity
@@ -36,27 +34,27 @@ TERMS = Terms(
 DRAWS = SeededDraws(5, "a", 1)
 
 
-def itself(outputs: Tensor, y: Tensor, /) -> Tensor:
+def itself(outputs, y, /):
     """A loss whose gradient at every weight is the record: x without a bias."""
     del y
     return outputs[:, 0]
 
 
-def linear(features: int, loss: Loss = itself, dtype: torch.dtype = torch.float64):
+def linear(features, loss=itself, dtype=torch.float64):
     return BatchClippedKernel(FlatModel(nn.Linear(features, 1, bias=False, dtype=dtype)), loss)
 
 
-def records(rows: Any, dtype: torch.dtype = torch.float64) -> Records:
+def records(rows, dtype=torch.float64):
     x = torch.as_tensor(rows, dtype=dtype)
     x = x[:, None] if x.dim() == 1 else x
     return Records(x, torch.zeros(len(rows), dtype=torch.int64))
 
 
-def free(*_: object) -> None:
+def free(*_):
     """Charge nothing."""
 
 
-def release(held: Records, terms: Terms = TERMS, kernel: Any = None) -> Tensor:
+def release(held, terms=TERMS, kernel=None):
     features = held.x.shape[1]
     kernel = kernel or linear(features, dtype=held.x.dtype)
     oracle = PrivateOracle(held, kernel, terms, DRAWS, free)
@@ -162,7 +160,7 @@ def test_without_noise_and_clip_it_is_the_plain_mean():
 
 # The accounting
 
-COMMON: dict[str, Any] = {
+COMMON = {
     "site": "a",
     "size": 5000.0,
     "clip": CLIP,
@@ -174,20 +172,12 @@ COMMON: dict[str, Any] = {
 }
 
 
-def calibrated(**asked: Any) -> Terms:
+def calibrated(**asked):
     return calibrate(Terms(**asked))
 
 
-def with_noise(sigma: float, **asked: Any) -> Terms:
+def with_noise(sigma, **asked):
     return given_noise(Terms(**asked), sigma)
-
-
-def recount(rate: float, multiplier: float, steps: int, accountant: Accountant) -> float:
-    """ε at δ = 1e-5 by dp_accounting."""
-    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    ours = PLDAccountant(relation) if accountant == "pld" else RdpAccountant(None, relation)
-    event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(multiplier))
-    return ours.compose(event, steps).get_epsilon(1e-5)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +189,10 @@ def test_calibration_spends_the_budget_at_half_of_sigma(accountant, rate, steps)
     sigma = terms.sigmas["gradient"]
     assert sigma == 2 * smallest_sigma(Budget(2.0, 1e-5), rate, steps, accountant)
     assert (terms.event.q, terms.event.sigma) == (rate, sigma / 2)
-    spent = recount(rate, sigma / 2, steps, accountant)
+    spent = recounted.epsilon([(rate, sigma / 2, steps)], 1e-5, accountant)
     assert 0.99 * 2 <= spent <= 2 * (1 + 1e-3)  # other grids, other orders
     # With the sensitivity taken for C the same noise would seem to cost far less.
-    assert recount(rate, sigma, steps, accountant) < 0.7 * 2
+    assert recounted.epsilon([(rate, sigma, steps)], 1e-5, accountant) < 0.7 * 2
     # Given back as the plan's sigma it allows the same steps.
     given = with_noise(**asked | {"sigma": sigma})
     assert (given.sigmas, given.steps, given.event) == (terms.sigmas, steps, terms.event)
@@ -230,12 +220,11 @@ def test_a_channel_without_a_known_sensitivity_is_refused():
 
 
 def test_policys_smallest_sigma_applies_to_the_multiplier():
-    allowed = {"algorithms": ("x",), "releases": ("gradient",), "smallest_sigma": 1.0}
-    most = dict.fromkeys(("epsilon_per_run", "epsilon_ever"), 9.0)
-    policy = Policy(**allowed, **most, **dict.fromkeys(("delta_per_run", "delta_ever"), 1e-3))
-    policy.check_run("x", dataclasses.replace(TERMS, sigmas={"gradient": 2.0}), (0.0, 0.0))
+    policy = Policy.parse(GENEROUS | {"smallest_sigma": 1.0})
+    enough, less = (dataclasses.replace(TERMS, sigmas={"gradient": s}) for s in (2.0, 1.99))
+    policy.check_run("fedavg", enough, (0.0, 0.0))
     with pytest.raises(PolicyRefused, match=r"sigma would be 0\.995"):
-        policy.check_run("x", dataclasses.replace(TERMS, sigmas={"gradient": 1.99}), (0.0, 0.0))
+        policy.check_run("fedavg", less, (0.0, 0.0))
 
 
 # What is refused
@@ -275,11 +264,11 @@ def test_batch_norm_is_refused():
 class Counting(nn.Linear):
     """A buffer that keeps what has passed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(2, 1)
         self.register_buffer("seen", torch.zeros(2))
 
-    def forward(self, x: Tensor, /) -> Tensor:  # type: ignore[override]
+    def forward(self, x, /):  # type: ignore[override]
         self.seen += x.detach().sum(0)
         return super().forward(x)
 
@@ -291,9 +280,9 @@ def test_a_model_that_keeps_what_it_saw_is_refused():
 
 def test_python_state_from_a_batch_enters_no_other_batch():
     """A loss that turns round once it has seen a record: sampling would save nothing against it."""
-    seen: list[float] = []
+    seen = []
 
-    def remembering(outputs: Tensor, y: Tensor, /) -> Tensor:
+    def remembering(outputs, y, /):
         each = itself(outputs, y)
         if torch.compiler.is_compiling():
             return each

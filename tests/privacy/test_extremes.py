@@ -101,7 +101,6 @@ def test_a_mean_of_long_records_is_clipped_to_c(width, clip):
 @pytest.mark.parametrize("width", [1025, 20_000])
 @pytest.mark.parametrize("level", LEVELS)
 def test_long_records(reference, width, level, anywhere):
-    torch.manual_seed(0)
     module = linear(0.01 * torch.randn(3, width), bias=True)
     x = torch.rand(2, width)
     kernel = kernel_of(reference, level, module)
@@ -114,7 +113,6 @@ def test_long_records(reference, width, level, anywhere):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bias", [-10.0, -14.0, -30.0])
 def test_small_values_of_a_sigmoid_keep_their_digits(reference, bias, level):
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 3))
     module[0].bias.data.fill_(bias)
     module[2].weight.data.mul_(1e4)
@@ -129,7 +127,6 @@ def test_small_values_of_a_sigmoid_keep_their_digits(reference, bias, level):
 @pytest.mark.parametrize("last", [nn.ReLU, nn.Sigmoid])
 @pytest.mark.parametrize("level", LEVELS)
 def test_layers_may_end_in_an_activation(reference, last, level, anywhere):
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), last()).double()
     x, y = torch.randn(7, 4).double(), torch.arange(7) % 3
     rows = reference.per_sample(module, cross_entropy, x, y)

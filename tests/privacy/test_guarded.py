@@ -25,7 +25,7 @@ BATCH_CLIPPED = {"gradient": 1.5, "loss": 4.0, "below": 10.0}
 class Bag(nn.Module):
     """Raises at a word that it does not have, for the whole batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.e, self.l = nn.Embedding(WORDS, 4), nn.Linear(4, 3)
 
@@ -40,12 +40,12 @@ class Bessel(Bag):
         return torch.special.i0(super().forward(x))
 
 
-def texts(count: int) -> Records:
+def texts(count):
     x = torch.randint(WORDS, (count, 5), generator=seeded_generator("words"))
     return Records(x, torch.randint(3, (count,), generator=seeded_generator("labels")))
 
 
-def with_bad(good: Records) -> Records:
+def with_bad(good):
     """The same with two records more: an unknown word first, a negative one in the middle."""
     bad = torch.zeros(1, 5, dtype=torch.int64)
     at = len(good.y) // 2
@@ -54,7 +54,7 @@ def with_bad(good: Records) -> Records:
     return Records(x, torch.cat([zero, good.y[:at], zero, good.y[at:]]))
 
 
-def released(kernel, held: Records, sigmas) -> list[torch.Tensor]:
+def released(kernel, held, sigmas):
     mode = "batch_clipped" if isinstance(kernel, BatchClippedKernel) else "per_sample"
     terms = Terms("a", 20.0, 1.0, 0.5, sigmas, 10, Budget(50.0, 1e-5), "best", mode)
     oracle = PrivateOracle(held, kernel, terms, SeededDraws(5, "a", 1), lambda *_: None)
@@ -106,7 +106,7 @@ def test_a_fault_of_the_question_is_still_an_error():
         _ask(bound=1e38)
 
 
-def _ask(bound: float) -> None:
+def _ask(bound):
     kernel = PerSampleKernel(FlatModel(Bag()), cross_entropy)
     terms = Terms("a", 20.0, 1.0, 0.5, PER_SAMPLE, 10, Budget(50.0, 1e-5), "best")
     oracle = PrivateOracle(texts(3), kernel, terms, SeededDraws(5), lambda *_: None)

@@ -2,11 +2,10 @@
 
 import dataclasses
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedpact.common.errors import FedpactError, InputError, PlanError
 from fedpact.common.params import FlatModel
@@ -22,32 +21,32 @@ BOUND = 1.5
 FEATURES = 2
 
 
-def half_square(output: Tensor, y: Tensor) -> Tensor:
+def half_square(output, y):
     return (output[:, 0] - y).square() / 2
 
 
-def terms(name: str) -> Terms:
+def terms(name):
     # Expected batches of one record: nothing is divided, so a release is its sum.
     sigmas = dict.fromkeys(MECHANISMS[name].sensitivities, 0.0)
     return Terms("a", 1.0, 1.0, CLIP, sigmas, 10, Budget(2.0, 1e-5), "best", name)
 
 
 @cache
-def kernel(name: str) -> Any:
+def kernel(name):
     model = FlatModel(nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64))
     return MECHANISMS[name].kernel(model, half_square)
 
 
-def released(name: str, held: Records, channel: str) -> Tensor:
+def released(name, held, channel):
     """A channel's release without noise, over all records."""
     oracle = PrivateOracle(held, kernel(name), terms(name), SeededDraws(0), lambda *_: None)
-    batch: Any = next(oracle.batches(1, channel))
+    batch = next(oracle.batches(1, channel))
     w = torch.tensor([0.3, -0.2], dtype=torch.float64)
     arguments = {"gradient": (), "difference": (2 * w, BOUND)}.get(channel, (BOUND,))
     return torch.as_tensor(getattr(batch, channel)(w, *arguments), dtype=torch.float64)
 
 
-def bound_of(channel: str) -> float:
+def bound_of(channel):
     return {"gradient": CLIP, "below": 0.5}.get(channel, BOUND)
 
 

@@ -15,11 +15,11 @@ from fedpact.privacy.terms import FullDataRelease
 BOUNDS = {"hits": 1.0, "loss": 3.0, "roc": 1.0}
 
 
-def free(*_: object) -> None:
+def free(*_):
     """Charge nothing."""
 
 
-def delta_of(mu: float, eps: float) -> float:
+def delta_of(mu, eps):
     """δ(ε) of a Gaussian mechanism with sensitivity over deviation μ (Balle and Wang 2018)."""
     cdf = NormalDist().cdf
     return cdf(mu / 2 - eps / mu) - math.exp(eps) * cdf(-mu / 2 - eps / mu)
@@ -38,20 +38,20 @@ def test_it_costs_the_given_budget(times, budget):
 
 
 def test_it_is_charged_before_a_record_is_read():
-    order: list[object] = []
+    order = []
 
-    def sums() -> dict[str, torch.Tensor]:
+    def sums():
         order.append("read")
         return {"hits": torch.zeros(2, dtype=torch.float64)}
 
-    def charge(event: SampledGaussian, purpose: tuple[str, ...]) -> None:
+    def charge(event, purpose):
         order.append((event, purpose))
 
     once = FullDataRelease("evaluation", {"hits": 1.0}, 5.0, 1, Budget(1.0, 1e-5))
     once.release(charge, sums, SeededDraws(0))
     assert order == [(SampledGaussian(1.0, 5.0), ("evaluation hits",)), "read"]
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise InputError("no")
 
     with pytest.raises(InputError):

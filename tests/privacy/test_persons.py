@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.policies import GENEROUS
 from torch import nn
 
 from fedpact.cli.commands.plan import forecast
@@ -308,15 +309,7 @@ def test_neither_unit_counts_as_the_other(tmp_path, study):
         ledger.reserve("two", Budget(2.0, 1e-5), event, unit="person")
         with pytest.raises(PolicyRefused, match="other terms"):
             ledger.reserve("two", Budget(2.0, 1e-5), event)
-    policy = Policy(
-        algorithms=("fedavg",),
-        releases=("gradient",),
-        epsilon_per_run=9.0,
-        delta_per_run=1e-3,
-        epsilon_ever=9.0,
-        delta_ever=1e-3,
-        smallest_sigma=1e-3,
-    )
+    policy = Policy.parse(GENEROUS)
     terms = next(iter(SimulationSetup.of(study()).terms.values()))
     with pytest.raises(PolicyRefused, match='sets unit = "person"'):
         policy.check_run("fedavg", terms, (0.0, 0.0))

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+from tests.policies import ALLOWED
 
 from fedpact.common.errors import InputError, PlanError, PolicyRefused
 from fedpact.privacy.accounting.accountant import Budget
@@ -9,15 +10,6 @@ from fedpact.privacy.ledger.reservations import over_runs
 from fedpact.privacy.policy import Policy, sum_reservations
 from fedpact.privacy.terms import Terms
 
-ALLOWED = {
-    "algorithms": ["fedavg"],
-    "releases": ["gradient"],
-    "epsilon_per_run": 2.0,
-    "delta_per_run": 1e-5,
-    "epsilon_ever": 3.0,
-    "delta_ever": 2e-5,
-    "smallest_sigma": 1.0,
-}
 NOTHING = (0.0, 0.0)
 
 

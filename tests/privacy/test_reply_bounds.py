@@ -14,7 +14,7 @@ CLIP, SIGMA, D = 0.5, 3.0, 16
 NOISE = math.sqrt(D) + 9  # the longest normal vector, in deviations
 
 
-def terms(mechanism: str) -> Terms:
+def terms(mechanism):
     """All of 20 declared records in each of 5 batches."""
     budget = Budget(8.0, 1e-5)
     return Terms("a", 20.0, 1.0, CLIP, {"gradient": SIGMA}, 5, budget, "best", mechanism)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy.stats import chi2, kstest
+from tests.policies import ALLOWED
 
 from fedpact.common.errors import InputError, PlanError, PolicyRefused
 from fedpact.common.randomness.secure import SecureDraws
@@ -107,15 +108,7 @@ def test_a_size_that_takes_the_whole_budget_is_refused():
 
 
 def test_a_policy_has_to_allow_it():
-    allowed = {
-        "algorithms": ["fedavg"],
-        "releases": ["gradient", "size"],
-        "epsilon_per_run": 2.0,
-        "delta_per_run": 1e-5,
-        "epsilon_ever": 3.0,
-        "delta_ever": 2e-5,
-        "smallest_sigma": 1.0,
-    }
+    allowed = ALLOWED | {"releases": ["gradient", "size"]}
     terms = Plan.parse({"privacy": NOISY}).terms({"a": 100.0})["a"]
     Policy.parse(allowed).check_run("fedavg", terms, (0.0, 0.0))
     for change, told in (

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import dp_accounting
 import pytest
@@ -11,14 +10,14 @@ from dp_accounting.rdp import RdpAccountant
 
 from fedpact.common.errors import InputError, PlanError
 from fedpact.privacy.accounting import shared_noise
-from fedpact.privacy.accounting.accountant import Accountant, Budget, SampledGaussian
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian
 from fedpact.privacy.noise import calibrate
 from fedpact.privacy.noise import with_noise as given_noise
 from fedpact.privacy.terms import Terms
 
 ONE = {"gradient": 1.0}
 THREE = {"gradient": 1.0, "loss": 2.5, "below": 10.0}
-COMMON: dict[str, Any] = {
+COMMON = {
     "site": "a",
     "size": 5000.0,
     "clip": 0.1,
@@ -30,20 +29,20 @@ COMMON: dict[str, Any] = {
 }
 
 
-def sigma_of(terms: Terms) -> float:
+def sigma_of(terms):
     """σ_joint of all channels, as the specification has it."""
     return sum(sigma**-2 for sigma in terms.sigmas.values()) ** -0.5
 
 
-def calibrated(**asked: Any) -> Terms:
+def calibrated(**asked):
     return calibrate(Terms(**asked))
 
 
-def with_noise(sigma: float, **asked: Any) -> Terms:
+def with_noise(sigma, **asked):
     return given_noise(Terms(**asked), sigma)
 
 
-def recount(terms: Terms, steps: int, kind: Accountant) -> float:
+def recount(terms, steps, kind):
     """ε after `steps` joint events, by dp_accounting's composition of what the terms describe."""
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     event = dp_accounting.PoissonSampledDpEvent(
@@ -69,7 +68,7 @@ def recount(terms: Terms, steps: int, kind: Accountant) -> float:
     ],
 )
 def test_calibrated_terms_keep_the_budget_and_spend_it(accountant, channels, rate, steps, budget):
-    asked: dict[str, Any] = {"rate": rate, "steps": steps, "budget": budget}
+    asked = {"rate": rate, "steps": steps, "budget": budget}
     terms = calibrated(**(COMMON | asked | {"sigmas": channels, "accountant": accountant}))
     assert terms.steps == steps
     # Both are upper bounds, from different grids; calibration stops within 0.02 % of the boundary.

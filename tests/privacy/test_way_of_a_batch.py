@@ -8,7 +8,6 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
@@ -37,15 +36,15 @@ FORM = {"graph": (1, 3, 3)}
 
 
 @cache
-def calls(way: str) -> list[tuple[str, str]]:
+def calls(way):
     """Who called whom, as modules of ours, while a batch's gradient was released."""
     kernel = PerSampleKernel(FlatModel(WAYS[way]()), cross_entropy)
     terms = Terms("a", 20.0, 0.5, 1.0, {"gradient": 1.0}, 9, Budget(1.0, 1e-5), "best")
     records = Records(torch.randn(20, *FORM.get(way, (3,))), torch.zeros(20, dtype=torch.int64))
     oracle = PrivateOracle(records, kernel, terms, SeededDraws(0), lambda *_: None)
-    made: list[tuple[str, str]] = []
+    made = []
 
-    def module(frame: FrameType | None) -> str | None:
+    def module(frame):
         # Through whatever is not ours, as an iterator of the library's, to who asked.
         while frame is not None:
             file = Path(frame.f_code.co_filename)
@@ -54,13 +53,13 @@ def calls(way: str) -> list[tuple[str, str]]:
             frame = frame.f_back
         return None
 
-    def seen(frame: FrameType, event: str, _: object) -> None:
+    def seen(frame, event, _):
         if event == "call" and SOURCE in Path(frame.f_code.co_filename).parents:
             called, caller = module(frame), module(frame.f_back)
             if called and caller and called != caller:
                 made.append((caller, called))
 
-    def release() -> None:
+    def release():
         next(iter(oracle.batches(1, "gradient"))).gradient(kernel.model.vector)
 
     release()  # what is built for a model's first batch is no part of the way
@@ -72,16 +71,16 @@ def calls(way: str) -> list[tuple[str, str]]:
     return made
 
 
-def above() -> dict[str, set[str]]:
+def above():
     """Module -> all that import it, directly or through others."""
     sources = read_package(SOURCE)
     direct = {
         module: {f"fedpact.{name}" for _, name in own_imports(sources, module)}
         for module in sources
     }
-    found: dict[str, set[str]] = {module: set() for module in sources}
+    found = {module: set() for module in sources}
     for module in sources:
-        waiting, reached = [module], set[str]()
+        waiting, reached = [module], set()
         while waiting:
             new = (direct[waiting.pop()] & sources.keys()) - reached
             reached |= new
@@ -91,7 +90,7 @@ def above() -> dict[str, set[str]]:
     return found
 
 
-def section() -> str:
+def section():
     return PAGE.read_text(encoding="utf-8").split("## How a batch is summed\n")[1].split("\n## ")[0]
 
 

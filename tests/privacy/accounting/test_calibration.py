@@ -8,12 +8,7 @@ import pytest
 
 from fedpact.common.errors import BudgetExhausted, InputError
 from fedpact.privacy.accounting import calibration, pld
-from fedpact.privacy.accounting.accountant import (
-    Budget,
-    SampledGaussian,
-    epsilon,
-    round_rate_up,
-)
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, epsilon, round_rate_up
 from fedpact.privacy.accounting.calibration import largest_rate, smallest_sigma
 
 BUDGET = Budget(2.0, 1e-5)
@@ -27,7 +22,7 @@ SPENT = {SampledGaussian(0.05, 2.0): 50}
 def test_smallest_sigma_keeps_the_budget_and_less_noise_does_not(q, steps, accountant, spent):
     sigma = smallest_sigma(BUDGET, q, steps, accountant, spent=spent)
 
-    def cost(s: float) -> float:
+    def cost(s):
         return epsilon({**(spent or {}), SampledGaussian(q, s): steps}, 1e-5, accountant)
 
     assert cost(sigma) <= BUDGET.epsilon < cost(sigma * (1 - 1e-3))
@@ -38,7 +33,7 @@ def test_smallest_sigma_keeps_the_budget_and_less_noise_does_not(q, steps, accou
 def test_largest_rate_keeps_the_budget_and_a_larger_one_does_not(sigma, steps, accountant):
     q = largest_rate(BUDGET, sigma, steps, accountant, spent=SPENT)
 
-    def cost(rate: float) -> float:
+    def cost(rate):
         return epsilon({**SPENT, SampledGaussian(rate, sigma): steps}, 1e-5, accountant)
 
     assert cost(q) <= BUDGET.epsilon < cost(q * (1 + 1e-3))

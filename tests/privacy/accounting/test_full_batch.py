@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from fedpact.common.errors import InputError
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, epsilon
 from fedpact.privacy.accounting.calibration import smallest_sigma
-from fedpact.privacy.accounting.planner import FullBatch, full_batch, signal_to_noise, useful_rounds
+from fedpact.privacy.accounting.planner import full_batch, signal_to_noise, useful_rounds
 
 BUDGET = Budget(2.0, 1e-5)
 SIGMA = partial(smallest_sigma, BUDGET, 1.0)
 
 
-def deviation(found: FullBatch, records: float, sites: int, honest: int, clip: float) -> float:
+def deviation(found, records, sites, honest, clip):
     """Of a weight after the run, from the covariance of (w, m), step by step."""
     each = (found.sigma * clip / math.sqrt(honest) * math.sqrt(sites) / records) ** 2
     ww = wm = mm = 0.0

@@ -34,7 +34,7 @@ def running_epsilon(history, delta, planned, accountant="best"):
     return RunningEpsilon(planned, delta, accountant)(history)
 
 
-def delta_of_one(q: float, sigma: float, e: float) -> mpmath.mpf:
+def delta_of_one(q, sigma, e):
     """δ(ε) of one release, the larger of both directions, by its two integrals in closed form."""
     q, sigma, e = mpmath.mpf(q), mpmath.mpf(sigma), mpmath.mpf(e)
 

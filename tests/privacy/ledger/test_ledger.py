@@ -11,10 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,17 +32,17 @@ def path(tmp_path):
     return tmp_path / "site" / "ledger.jsonl"
 
 
-def opened(path: Path, *, hypothetical: bool = True, site: str = "a") -> Ledger:
+def opened(path, *, hypothetical=True, site="a"):
     return Ledger(path, site, hypothetical=hypothetical)
 
 
-def charge(ledger: Ledger, request: str, count: int = 1, **other: Any) -> None:
-    asked: dict[str, Any] = {"run": "run", "event": CHEAP, "purpose": ("gradient",)}
+def charge(ledger, request, count=1, **other):
+    asked = {"run": "run", "event": CHEAP, "purpose": ("gradient",)}
     asked |= {"round_number": 1} | other
     ledger.charge(request=request, count=count, **asked)
 
 
-def total(ledger: Ledger, run: str = "run") -> int:
+def total(ledger, run="run"):
     return sum(ledger.spent(run).values())
 
 
@@ -55,7 +53,7 @@ def ledger(path):
         yield found
 
 
-def written(path: Path, *counts: int) -> bytes:
+def written(path, *counts):
     """A closed ledger with a charge of each count, the last one of the dear event; its bytes."""
     with opened(path) as ledger:
         ledger.reserve("run", BUDGET, EVENTS)
@@ -89,7 +87,7 @@ def test_written_values_are_read_back(path, ledger):
     assert (ledger.head, ledger.length) == (entries[-1]["hash"], 3)
 
 
-def hash_of(entry: dict[str, Any]) -> str:
+def hash_of(entry):
     """The hash of an entry, by the description of its format."""
     body = {k: v for k, v in entry.items() if k != "hash"}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
@@ -98,7 +96,7 @@ def hash_of(entry: dict[str, Any]) -> str:
 
 def test_a_line_is_json_and_its_hash_that_of_the_rest_of_it(path):
     """The format on disk, from its description: any later version has to open it."""
-    head, entry = "", dict[str, Any]()
+    head, entry = "", {}
     for number, line in enumerate(written(path, 2, 1, 3).splitlines()):
         entry = json.loads(line)
         assert line == json.dumps(entry).encode()
@@ -209,7 +207,7 @@ def test_unreserved_events_are_refused(ledger):
 
 
 def test_a_repeated_simulated_request_is_charged_once(ledger):
-    steps: list[tuple[dict[str, Any], int]] = [
+    steps = [
         ({"count": 3}, 3),
         ({"count": 3}, 3),
         ({"count": 2}, 3),
@@ -238,7 +236,7 @@ def test_in_a_deployment_every_charge_is_a_new_one(path):
 
 
 def test_threads_may_share_a_ledger(path, ledger):
-    def work(name: int) -> None:
+    def work(name):
         for step in range(15):
             charge(ledger, f"{name}/{step}")
 
@@ -255,10 +253,10 @@ def test_threads_may_share_a_ledger(path, ledger):
 
 
 def test_a_charge_is_on_the_disk_before_it_returns(path, monkeypatch):
-    synced: list[tuple[int, int]] = []
+    synced = []
     real = os.fsync
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         found = os.fstat(descriptor)
         synced.append((found.st_ino, found.st_size))
         real(descriptor)
@@ -279,7 +277,7 @@ def test_a_charge_is_on_the_disk_before_it_returns(path, monkeypatch):
 
 def test_simulated_charges_reach_disk_on_close(path, monkeypatch):
     """Promises before they return; charges at the end, and at once where another process looks."""
-    synced: list[int] = []
+    synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     ledger = opened(path, hypothetical=True)
     ledger.reserve("run", BUDGET, EVENTS)
@@ -310,7 +308,7 @@ def test_the_last_charged_round_is_known_also_after_reopening(path):
 
 def test_killed_processs_charges_are_synced_before_use(path, monkeypatch):
     written(path, 1)
-    synced: list[int] = []
+    synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     opened(path).close()
     assert synced == [path.stat().st_ino, path.parent.stat().st_ino]
@@ -358,7 +356,7 @@ def test_killed_process_never_released_more_than_written(path):
     assert released >= sum(range(1, 11))
 
 
-def python(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def python(script, *arguments):
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
 
@@ -390,7 +388,7 @@ except LedgerError as error:
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
+def largest_file(size):
     """No file of this process grows beyond `size` bytes: writes stop there, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -438,7 +436,7 @@ def test_a_disk_that_fails_altogether_closes_the_ledger(path, monkeypatch):
     ledger.reserve("run", BUDGET, EVENTS)
     charge(ledger, "a", 2)
 
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
@@ -700,7 +698,7 @@ def test_an_empty_file_is_a_new_ledger(path):
         assert (ledger.length, ledger.total()) == (1, (0.0, 0.0))
 
 
-def altered(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def altered(path, change):
     """Change the last entry and mend its hash, as a version of fedpact to come might write it."""
     lines = path.read_bytes().splitlines()
     entry = json.loads(lines[-1])
@@ -710,7 +708,7 @@ def altered(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_entries_of_another_form_are_refused(path):
-    changes: list[Callable[[dict[str, Any]], None]] = [
+    changes = [
         lambda entry: entry.pop("sigma"),
         lambda entry: entry.update(sigma=-1.0),
         lambda entry: entry.update(run="never reserved"),
