@@ -18,6 +18,7 @@ import importlib
 import math
 import pkgutil
 import shutil
+import signal
 import sqlite3
 import stat
 import tempfile
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact import per_sample as per_sample_package
 from fedpact import privacy
+from fedpact.cli.main import main
 from fedpact.common import randomness
 from fedpact.common.losses import squared_error
 from fedpact.common.params import FlatModel
@@ -165,6 +167,12 @@ def pytest_unconfigure(config):
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Each test begins with the same random numbers, whichever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def card(monkeypatch):
     """No number is at hand: what is done otherwise on a card is done here."""
@@ -174,6 +182,36 @@ def card(monkeypatch):
             if "on_cpu" in vars(module):
                 monkeypatch.setattr(module, "on_cpu", lambda _: False)
     monkeypatch.setattr(memory, "fitting", lambda run, device: 64)
+
+
+@pytest.fixture
+def no_page(monkeypatch):
+    """A run without its page, which takes a second to draw."""
+    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """typed(*words) -> this command's exit code, and what it writes: `out` and `err`."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def done(*words):
+        monkeypatch.setattr("sys.argv", ["fedpact", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=ended.value.code or 0, out=out, err=err)
+
+    yield done
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def two_threads():
+    """torch computes on two threads, as it does for users."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 class Looked(Exception):

@@ -1,17 +1,14 @@
 """A made table with groups: an age, a sex, and an income that follows both."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
-COLUMNS: dict[str, dict[str, Any]] = {
+COLUMNS = {
     "sex": {"categories": ["Female", "Male"]},
     "age": {"low": 0.0, "high": 1.0},
 }
 
 
-def people(path: Path, rows: int = 240) -> dict[str, Any]:
+def people(path, rows=240):
     """Write the table, and return a plan whose sites are evaluated by sex."""
     rng = np.random.default_rng(0)
     lines = ["age,sex,income"]

@@ -8,7 +8,6 @@ import pytest
 from fedpact.common.messages import RoundRecord
 from fedpact.evaluation.held_out import SumsForm
 from fedpact.evaluation.intervals import (
-    Figure,
     Sums,
     estimate_figures,
     estimate_ratio,
@@ -27,16 +26,16 @@ SETTINGS = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], bins=
 FORM = SumsForm(SETTINGS, CLASSES, GROUPS)
 
 
-def sums(rng: np.random.Generator, of: dict[str, np.ndarray], sigma: float) -> Sums:
+def sums(rng, of, sigma):
     noisy = {c: v.reshape(-1) + sigma * rng.standard_normal(v.size) for c, v in of.items()}
     return Sums(noisy, dict.fromkeys(of, sigma**2))
 
 
-def named(found: list[Figure]) -> dict[tuple[str, str], Figure]:
+def named(found):
     return {(figure.name, figure.about): figure for figure in found}
 
 
-def covers(exact, rng: np.random.Generator, of: dict[str, np.ndarray], form: SumsForm) -> dict:
+def covers(exact, rng, of, form):
     """How often each noisy figure's interval held the exact one."""
     covered = dict.fromkeys(exact, 0)
     for _ in range(TRIES):
@@ -79,7 +78,7 @@ def test_without_noise_they_are_the_figures_themselves():
             assert figure.low == pytest.approx(figure.value) == figure.high
 
 
-def counted(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dict]:
+def counted(rng):
     """Records of three classes in two groups: hits, false positives, and rates by counting."""
     group, y, said = rng.integers(2, size=900), rng.integers(3, size=900), rng.integers(3, size=900)
     said = np.where(rng.random(900) < 0.6 - 0.2 * group, y, said)
@@ -117,7 +116,7 @@ def test_multiclass_rates_are_one_against_rest():
     assert gap == pytest.approx(max(gaps[:3]))
 
 
-def area(negative: np.ndarray, positive: np.ndarray) -> float:
+def area(negative, positive):
     """The ROC area by its definition: pairs ranked rightly, ties half."""
     right = (positive[:, None] > negative).mean() + (positive[:, None] == negative).mean() / 2
     return float(right)
@@ -188,7 +187,6 @@ def test_the_commonest_class_is_the_one_of_most_counts():
     # By group and class: hits and misses. Of 2 + 3 + 4 + 1 there are 3 + 5 of "yes".
     record = RoundRecord(round=1, held_out={"s": {"hits": [1, 1, 2, 1, 0, 0, 4, 1]}})
     found = exact_outcome([record], form)
-    assert found is not None
     assert found["commonest"] == {"name": "yes", "accuracy": 0.8}
     told = compare_with_classes(found)
     assert told[0] == "no better than always answering 'yes', which gives 80.00 %"

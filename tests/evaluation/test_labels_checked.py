@@ -37,10 +37,6 @@ def smaller(shape, classes):
     return nn.Sequential(nn.Conv2d(shape[0], classes, 3))
 
 
-def _two():
-    return nn.Linear(4, 2)
-
-
 def a_vector(outputs, y):
     return outputs.mean(0)
 

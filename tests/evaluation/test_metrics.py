@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact.common.errors import InputError
@@ -31,11 +31,11 @@ class Reads(TorchDispatchMode):
 class Scores(nn.Module):
     """Its input is its output."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x
 
 
-def score(accuracy: float) -> SiteScore:
+def score(accuracy):
     return SiteScore(accuracy=accuracy, loss=0.0, records=1)
 
 
@@ -56,7 +56,6 @@ def test_evaluate_is_the_mean_over_the_whole_set(batch):
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 8)])
 def test_images_are_evaluated_as_the_model_computes_them(shape):
     """Their memory format is another for the while: the same scores, and weights as they were."""
-    torch.manual_seed(0)
     module = nn.Sequential(
         nn.Conv2d(shape[0], 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
     ).double()
@@ -74,12 +73,12 @@ def test_images_are_evaluated_as_the_model_computes_them(shape):
 class ByMemory(nn.Module):
     """A model of one's own, whose code goes by how its images lie in memory."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         super().__init__()
         self.way, self.body = way, nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2))
         self.head = nn.Linear(36, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.body(x)
         if self.way == "view":
             return self.head(x.view(x.size(0), -1))
@@ -93,8 +92,7 @@ class ByMemory(nn.Module):
 )
 def test_a_custom_model_gets_images_in_their_usual_layout(way, nested):
     """What torch's own layers take is no business of code that looks at memory."""
-    torch.manual_seed(0)
-    module: nn.Module = ByMemory(way).double()
+    module = ByMemory(way).double()
     if nested:
         module = nn.Sequential(module, nn.ReLU())
     x, y = torch.randn(20, 3, 8, 8, dtype=torch.float64), torch.randint(3, (20,))
@@ -157,9 +155,9 @@ def test_evaluates_in_evaluation_mode_and_restores_every_mode():
 
 def test_leaves_no_gradient_behind():
     module = nn.Linear(3, 2)
-    seen: list[bool] = []
+    seen = []
 
-    def loss(outputs: Tensor, y: Tensor, /) -> Tensor:
+    def loss(outputs, y, /):
         seen.append(outputs.requires_grad)
         return cross_entropy(outputs, y)
 

@@ -1,10 +1,8 @@
 """Labels that are numbers have no accuracy: wherever a model is judged, it is by loss and R²."""
 
-import contextlib
 import json
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,7 +11,6 @@ from rich.console import Console
 
 import fedpact
 from fedpact.cli.commands.compare import _News, _print
-from fedpact.cli.main import main
 from fedpact.deployment.live import text as for_prometheus
 from fedpact.deployment.snapshot import take_snapshot
 from fedpact.report.comparison import document
@@ -76,27 +73,19 @@ def test_a_comparison_shows_loss_and_measures(where, capsys):
     assert re.search(r"seed 0: round 0/3  mean loss 0\.", told.err)
 
 
-def typed(monkeypatch, capsys, *words):
-    """What a command prints, both streams, and the part on standard output."""
-    monkeypatch.setattr("sys.argv", ["fedpact", *map(str, words)])
-    with contextlib.suppress(SystemExit):
-        main()
-    out, err = capsys.readouterr()
-    return SimpleNamespace(out=out, all=out + err)
-
-
-def test_the_command_line_shows_loss_and_measures(where, result, monkeypatch, capsys):
+def test_the_command_line_shows_loss_and_measures(where, result, monkeypatch, typed):
     monkeypatch.chdir(where)
     plan = str(result.folder / "plan.json")
-    ran = typed(monkeypatch, capsys, "run", plan, "--out", "typed").all
+    ran = typed("run", plan, "--out", "typed")
+    ran = ran.out + ran.err
     assert not _NONE.search(ran)
     assert re.search(r"round 3/3  mean loss 0\.", ran)
     assert re.search(r"worst site +[0-9.]+ +mean loss at ", ran)
-    tried = typed(monkeypatch, capsys, "evaluate", result.folder, "own.csv").out
+    tried = typed("evaluate", result.folder, "own.csv").out
     assert not _NONE.search(tried)
     assert tried.startswith("mean loss ")
     assert "R² 0." in tried
-    said = typed(monkeypatch, capsys, "evaluate", result.folder, "own.csv", "--json").out
+    said = typed("evaluate", result.folder, "own.csv", "--json").out
     raw = json.loads(said, parse_constant=pytest.fail)
     assert raw["accuracy"] is None
     assert 0 < raw["metrics"]["r2"] < 1

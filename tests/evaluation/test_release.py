@@ -7,7 +7,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
@@ -17,15 +17,13 @@ from fedpact.evaluation.held_out import HeldOut, SumsForm
 from fedpact.evaluation.intervals import Sums, estimate_figures, exact_figures
 from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.per_sample.kernel import PerSampleKernel
-from fedpact.privacy.accounting.accountant import SampledGaussian
-from fedpact.privacy.terms import FullDataRelease
 
 TRIES = 400
 # A rate of 95 % is found to be below this once in 10^5, of 400 tries (normal approximation).
 LEAST = 0.95 - 4.3 * math.sqrt(0.95 * 0.05 / TRIES)
 
 
-def once_of(settings: EvaluationSettings, rounds: int, spare: int = 0) -> FullDataRelease:
+def once_of(settings, rounds, spare=0):
     found = settings.terms(rounds, spare, "best")
     if found is None:
         raise ValueError("nothing is held out")
@@ -44,9 +42,9 @@ def test_released_intervals_cover_at_the_stated_level(unit, size):
     kernel = PerSampleKernel(FlatModel(nn.Linear(3, 2)), cross_entropy)
     sums = held.totals(form, kernel, torch.tensor([0.0, 0, 1, 1, 0, 0, 0, 0]))
     exact = {(f.name, f.about): f.value for f in exact_figures(plain(sums), form)}
-    covered, charged, draws = Counter[tuple[str, str]](), Counter[SampledGaussian](), SecureDraws()
+    covered, charged, draws = Counter(), Counter(), SecureDraws()
 
-    def charge(event: SampledGaussian, purpose: tuple[str, ...]) -> None:
+    def charge(event, purpose):
         assert purpose == ("evaluation hits", "evaluation loss", "evaluation roc")
         charged[event] += 1
 
@@ -63,7 +61,7 @@ def test_released_intervals_cover_at_the_stated_level(unit, size):
         assert count / TRIES > LEAST, key
 
 
-def plain(sums: dict[str, Tensor]) -> dict[str, list[float]]:
+def plain(sums):
     return {channel: total.tolist() for channel, total in sums.items()}
 
 

@@ -10,7 +10,7 @@ from fedpact.evaluation.settings import EvaluationSettings
 KEY = key_of_seed(0, "site-00")
 
 
-def records(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def records(count):
     x = torch.randn(count, 3, generator=seeded_generator("split"))
     return x, torch.randint(2, (count,), generator=seeded_generator("labels"))
 

@@ -45,14 +45,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture
-def no_page(monkeypatch):
-    """A run without its page, which takes a second to draw."""
-    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
-
-
 def test_losses_are_torchs_by_another_name():
-    torch.manual_seed(0)
     z, y = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
     weights = (0.5, 2.0, 7.0)
     expected = F.cross_entropy(z, y, torch.tensor(weights), reduction="none")
@@ -70,7 +63,6 @@ def test_losses_are_torchs_by_another_name():
 
 
 def test_unlabelled_values_count_nowhere():
-    torch.manual_seed(0)
     z, y = torch.randn(3, 4, 6), torch.randint(4, (3, 6))
     y[0, 2:], y[1] = UNLABELLED, UNLABELLED
     found = pixel_entropy(z, y)

@@ -17,24 +17,23 @@ from fedpact.per_sample.kernel import PerSampleKernel
 
 SETTINGS = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], loss_bound=0.8, bins=4)
 FORM = SumsForm(SETTINGS, ("no", "yes"), ("a", "b", "c"))
-LENGTHS = {c: math.prod(shape) for c, shape in FORM.shapes.items()}
 
 
-def kernel() -> PerSampleKernel:
+def kernel():
     return PerSampleKernel(FlatModel(nn.Linear(3, 2)), cross_entropy)
 
 
-def held(count: int) -> HeldOut:
+def held(count):
     x = torch.randn(count, 3, generator=seeded_generator("totals"))
     y = torch.randint(2, (count,), generator=seeded_generator("y"))
     return HeldOut(x, y, torch.randint(3, (count,), generator=seeded_generator("group")))
 
 
-def part(of: HeldOut, chosen: torch.Tensor) -> HeldOut:
+def part(of, chosen):
     return HeldOut(of.x[chosen], of.y[chosen], of.group[chosen])
 
 
-def by_hand(one: HeldOut, w: torch.Tensor) -> dict[str, torch.Tensor]:
+def by_hand(one, w):
     """Record by record, from the model's outputs."""
     hits, roc, loss = torch.zeros(3, 2, 2), torch.zeros(2, 4), 0.0
     for x, y, group in zip(one.x, one.y, one.group, strict=True):

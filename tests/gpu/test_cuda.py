@@ -106,7 +106,6 @@ def test_a_step_waits_for_nothing(reference, name, secure, way, request, caplog)
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_sums_are_those_of_the_cpu(name, caplog):
     make, shape = MODELS[name]
-    torch.manual_seed(0)
     module = make().double()
     x, y = torch.randn(40, *shape, dtype=torch.float64), torch.arange(40) % 3
     here = PerSampleKernel(FlatModel(copy.deepcopy(module)), cross_entropy)

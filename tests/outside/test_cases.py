@@ -26,7 +26,6 @@ def check(model, x):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 def test_bert_keeps_its_masks_with_either_attention(attention, lora):
-    torch.manual_seed(0)
     config = hf.BertConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=64, num_labels=3, attn_implementation=attention,
@@ -58,7 +57,6 @@ class Mean(nn.Module):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("layers", "masked"), [(1, False), (1, True), (2, True)])
 def test_t5_learns_its_bias_with_either_attention(attention, layers, masked):
-    torch.manual_seed(0)
     config = hf.T5Config(
         vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=layers, num_heads=2,
         dropout_rate=0.0, attn_implementation=attention,

@@ -60,7 +60,6 @@ class LastStep(nn.Module):
 
 @pytest.mark.parametrize(("pick", "recurrent"), spread(tuple(PICKS), (False, True), one_in=2))
 def test_the_last_step_is_taken_many_records_at_a_time(pick, recurrent):
-    torch.manual_seed(0)
     model = LastStep(PICKS[pick], nn.LSTM(6, 6, batch_first=True) if recurrent else None)
     kernel = PerSampleKernel(FlatModel(model), off_by)
     x, y = torch.randint(1, 30, (11, 7)), torch.arange(11) % 3
@@ -89,7 +88,6 @@ def test_the_last_step_is_taken_many_records_at_a_time(pick, recurrent):
 )
 def test_some_picks_are_made_record_by_record(pick):
     """How many a mask picks is no constant, and a loop is over the records: exact all the same."""
-    torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(LastStep(pick)), off_by)
     x, y = torch.randint(1, 30, (5, 7)), torch.arange(5) % 3
     assert kernel.way(x, y) == "records"
@@ -114,7 +112,6 @@ def test_a_flat_index_names_no_row_of_another_record(reference, way):
         at = torch.arange(x.shape[0]) * 3 + n
         return m.layer(rows[at] if way == "index" else rows.index_select(0, at))
 
-    torch.manual_seed(0)
     model = FlatModel(reference.Apply(naming, layer=nn.Linear(2, 3)))
     kernel = PerSampleKernel(model, off_by)
     x, y, clip = 5 * torch.randn(20, 7), torch.arange(20) % 3, 0.05
@@ -135,7 +132,6 @@ def test_a_flat_index_names_no_row_of_another_record(reference, way):
 
 def test_a_mask_of_none_or_several_rows_leaves_out_its_record(reference):
     """Of no row, or of several, it is no record; others keep their rows."""
-    torch.manual_seed(0)
     model = reference.Apply(lambda m, x: m.layer(x[..., 1:][x[..., 0] > 0]), layer=nn.Linear(2, 3))
     kernel = PerSampleKernel(FlatModel(model), cross_entropy)
     x, y = torch.randn(20, 4, 3), torch.arange(20) % 3
@@ -171,7 +167,6 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("rows", [60, 1000])
 @pytest.mark.parametrize(("steps", "twice"), [(1, False), (2, False), (1, True)])
 def test_a_tied_table_is_summed_without_one_for_each_record(steps, twice, rows, monkeypatch):
-    torch.manual_seed(0)
     monkeypatch.setattr(norms, "CHUNK_BYTES", rows * 40 * 8)
     kernel = PerSampleKernel(FlatModel(Tied(steps, twice)), off_by)
     x, y = torch.randint(0, 9, (12, 6)), torch.randint(0, 200, (12,))
@@ -194,7 +189,6 @@ def test_uses_of_a_tied_table_that_cancel_are_measured_as_added():
 
 def test_indices_of_a_small_table_are_not_sorted(monkeypatch):
     """Sorting takes longer than a table for each record, as of relative positions."""
-    torch.manual_seed(0)
     index, g, c = torch.randint(3, (5, 8)), torch.randn(5, 8, 2), torch.rand(5)
     monkeypatch.setattr(torch.Tensor, "argsort", lambda *_, **__: pytest.fail("sorted"))
     found, view = part([Lookup(index, g, 3, 0)], Space()), torch.zeros(3, 2)
@@ -232,7 +226,6 @@ class Given(nn.Module):
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("kind", ["nan", "inf", "huge", "tiny", "cancel", "loss"])
 def test_a_record_moves_a_tied_table_by_its_clip(kind, steps):
-    torch.manual_seed(0)
     module = Given(steps)
     base = torch.randn(steps, 32)
     with torch.no_grad():
@@ -334,7 +327,6 @@ class Folded(nn.Module):
 
 @pytest.mark.parametrize("inner", [False, True])
 def test_packed_sequences_of_a_record_are_exact_or_refused(inner):
-    torch.manual_seed(0)
     x, y = torch.randint(1, 9, (5, 2, 6)), torch.arange(5) % 3
     x[:, 1, 4:] = 0
     kernel = PerSampleKernel(FlatModel(Folded(inner).double()), off_by)
@@ -368,7 +360,6 @@ LAYERS = [
     ],
 )
 def test_packed_rows_have_the_gradients_of_each_alone(kind, read, settings, place):
-    torch.manual_seed(0)
     x, y = torch.randint(1, 9, (5, 6)), torch.arange(5) % 3
     for j in range(5):
         x[j, 1 + (3 * j) % 6 :] = 0

@@ -117,7 +117,6 @@ def test_the_points_may_be_the_models_own_vector():
 
 
 def test_an_input_that_is_a_view_of_the_weights(reference):
-    torch.manual_seed(0)
     positions = reference.Apply(
         lambda m, x: x + m.layer(m.table.expand(x.shape[0], 4, 6)).squeeze(-1),
         table=nn.Parameter(torch.randn(4, 6)), layer=nn.Linear(6, 1),

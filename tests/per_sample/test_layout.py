@@ -38,7 +38,6 @@ def scattered(kernel, x, y, expected, seed=0):
     ("images", "count"), [(False, 1), (True, 7), (False, 16), (True, 40), (False, 130)]
 )
 def test_every_layout_gives_the_same_sum(reference, images, count):
-    torch.manual_seed(0)
     layers = [nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]
     if images:
         layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)]
@@ -58,7 +57,6 @@ def test_every_layout_gives_the_same_sum(reference, images, count):
 
 def test_contents_of_empty_slots_are_not_added(reference):
     """Zeros or ones, whose loss is ln 2 here; so weights may make of them what is no number."""
-    torch.manual_seed(0)
     module, x = nn.Linear(3, 2, bias=False).double(), torch.randn(5, 3).double()
     module.weight.data = torch.tensor([[1.0, -3, 2], [-1, -1, 2]]).double()
     y = torch.arange(5) % 2
@@ -78,7 +76,6 @@ def test_contents_of_empty_slots_are_not_added(reference):
 
 def test_norms_of_empty_slots_are_not_computed_twice(reference, monkeypatch):
     """As those of zeros are, whose squares might have been lost to float32."""
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     kernel = reference.forced("graph", module, cross_entropy)
     types, norm = [], norms._norms
@@ -221,7 +218,6 @@ def test_vmap_takes_all_records_at_once_that_fit(reference, monkeypatch, kept, l
 @pytest.mark.parametrize("persons", [False, True])
 def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared):
     """Also where a site has many more records than it declared: none is left out."""
-    torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(nn.Sequential(nn.Linear(4, 3)).double()), cross_entropy)
     x, y = torch.randn(60, 4).double(), torch.arange(60) % 3
     records = Records(x, y, persons=torch.arange(60) // 2 if persons else None)
@@ -264,7 +260,6 @@ def test_no_slot_is_computed_by_other_code(act, width):
 
     Few records show it, so a check that tries some of them may miss it.
     """
-    torch.manual_seed(0)
     module = nn.Sequential(
         nn.Linear(64, width), act(), nn.Linear(width, 2), nn.ReLU(), nn.Linear(2, 3)
     )
@@ -326,7 +321,6 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("layer", [lambda: nn.Linear(3, 3), lambda: nn.LayerNorm(3)])
 def test_no_slot_differs_where_a_gradient_lies_otherwise(layer):
-    torch.manual_seed(0)
     passes = PerSampleKernel(FlatModel(Turned(layer())), cross_entropy)._passes
     for length in (24, 40):
         assert_alike(passes, torch.randn(length, 15), torch.randint(2, (length,)))
@@ -335,7 +329,6 @@ def test_no_slot_differs_where_a_gradient_lies_otherwise(layer):
 @pytest.mark.parametrize(("module", "width", "loss"), ODD)
 @pytest.mark.parametrize("expected", [20.0, 30.0])
 def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected):
-    torch.manual_seed(0)
     assert_slots_are_alike(module(), width, 2, loss, expected)
 
 
@@ -422,7 +415,6 @@ def test_placement_is_checked_for_the_openings_batches_too():
 @pytest.mark.parametrize("last", [nn.ReLU, nn.GELU])
 def test_a_losses_bits_do_not_follow_from_the_number_of_records(last):
     """Evaluations count them: the slots of their passes must not follow from how many there are."""
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 8, 3), last(), nn.Flatten(), nn.Linear(8 * 36, 4))
     x, y = torch.randn(257, 1, 8, 8), torch.zeros(257, dtype=torch.int64)
     for count in (4, 8, 16, 64, 128, 256):

@@ -203,7 +203,6 @@ def test_numbers_that_are_nobodys_are_refused(records):
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_drop_between_their_layers(reference, layer):
-    torch.manual_seed(0)
     first = layer(2, 4, num_layers=2, dropout=RATE, batch_first=True)
     model = reference.Apply(
         lambda m, x: m.last(m.first(x)[0][:, -1]), first=first, last=nn.Linear(4, 3)
@@ -241,7 +240,6 @@ class Dropped(nn.Module):
     ids=["lstm", "linear"],
 )
 def test_dropped_weights_have_the_gradient_of_the_loss(layer, weight):
-    torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(Dropped(layer(), weight).double()), cross_entropy)
     kernel.seed(lambda: 5)
     x, y = torch.randn(4, 3, 5, dtype=torch.float64), torch.arange(4) % 3

@@ -120,7 +120,6 @@ def exact(module, x, y):
 @pytest.mark.parametrize("name", LAYERS)
 def test_uses_of_a_parameter_are_exact(name):
     build, shape = LAYERS[name]
-    torch.manual_seed(0)
     exact(build(), torch.randn(5, *shape, dtype=torch.float64), torch.arange(5) % 3)
 
 
@@ -192,7 +191,6 @@ class Decaying(nn.Module):
 @pytest.mark.parametrize("keep", [norms.KEEP_BYTES, 1])
 def test_functions_of_weights_are_pulled_back_at_once(keep, monkeypatch):
     """A call of autograd takes longer than what a small model does in it."""
-    torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(Decaying().double()), off_by)
     x, y = torch.randn(8, 5, 4, dtype=torch.float64), torch.arange(8) % 4
     each = kernel.alone(x, y)
@@ -237,7 +235,6 @@ class Marked(nn.Module):
 
 @pytest.mark.parametrize(("layer", "width"), [(Sentence, 8), (Marked, 6)])
 def test_what_is_folded_marked_or_compared_is_exact_and_bounded(layer, width):
-    torch.manual_seed(0)
     x, y = 2 * torch.randn(4, 6, 3, dtype=torch.float64), torch.arange(4) % 3
     exact(Means(layer(), width).eval(), x, y)
     kernel = PerSampleKernel(FlatModel(Means(layer(), width)), cross_entropy)

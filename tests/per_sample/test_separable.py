@@ -138,7 +138,6 @@ QUIETLY = ("mean", "length", "in place")
     ("name", "quiet"), [*((n, nullcontext) for n in MIXING), *((n, torch.no_grad) for n in QUIETLY)]
 )
 def test_a_model_that_mixes_records_is_exact_on_each_or_refused(name, quiet):
-    torch.manual_seed(0)
     middle = _quietly(MIXING[name], quiet)
     kernel = PerSampleKernel(FlatModel(Mixing(middle)), off_by)
     x, y = torch.randn(9, 6), torch.arange(9) % 3
@@ -236,7 +235,6 @@ def test_no_record_is_remembered_for_another(case, quiet, monkeypatch):
     # keep: as many records at a time as fit, or one at a time.
     middle, keep = case
     monkeypatch.setattr(norms, "KEEP_BYTES", keep)
-    torch.manual_seed(0)
     model = FlatModel(Remembering(_quietly(middle, quiet)))
     kernel = PerSampleKernel(model, off_by)
     x, y = torch.randn(16, 6), torch.arange(16) % 3
@@ -295,7 +293,6 @@ def _centred(outputs, y):
 @pytest.mark.parametrize("loss", [_reweighted, _branching, _centred])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_loss_that_mixes_records_is_exact_on_each_or_refused(loss, layers):
-    torch.manual_seed(0)
     chain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)], nn.Tanh(), nn.Linear(4, 3))
     x, y, r = torch.randn(20, 4), torch.arange(20) % 3, torch.full((1, 4), 1e6)
     with torch.no_grad():
@@ -368,7 +365,6 @@ def _looked_up(x):
 @pytest.mark.parametrize(("middle", "width", "other"), [(_blanked, 6, -1.0), (_looked_up, 2, 3.0)])
 def test_a_record_reveals_nothing_of_another(reference, middle, width, other):
     """Put one behind the other, as vmap puts them, it names what is its neighbours'."""
-    torch.manual_seed(0)
     model = reference.Apply(lambda m, x: m.layer(middle(x)), layer=nn.Linear(width, 3))
     kernel = PerSampleKernel(FlatModel(model), off_by)
     x, y = 5 * torch.randn(20, 7), torch.arange(20) % 3

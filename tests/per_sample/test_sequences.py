@@ -38,7 +38,6 @@ PAPERS = [
     [*((*one, 5) for one in PAPERS), *((*one, 1) for one in PAPERS[1:3])],
 )
 def test_papers_models_agree_in_both_precisions(reference, make, shape, batch):
-    torch.manual_seed(0)
     x, y = torch.rand(batch, *shape), torch.arange(batch) % 10
     x[:, :, :9] = 0  # ties in pooling
     model = make(shape, 10)
@@ -66,7 +65,6 @@ def test_float32_norms_are_good_enough_to_clip_by(reference, make, shape):
 @pytest.mark.parametrize(("channels", "bad"), [(1, math.nan), (3, math.inf), (3, 1e38)])
 def test_records_that_are_not_finite_spoil_no_other_in_float32(reference, channels, bad):
     # Routines that work on several records at once must not carry a NaN across.
-    torch.manual_seed(0)
     shape = channels, 28, 28
     model = zoo.cnn_padded(shape, 10)
     x, y = torch.rand(19, *shape), torch.arange(19) % 10
@@ -84,7 +82,6 @@ def test_records_that_are_not_finite_spoil_no_other_in_float32(reference, channe
 
 def test_batches_of_every_size_in_turn(reference):
     # Poisson batches: nothing of one pass may be left for the next.
-    torch.manual_seed(0)
     model = zoo.cnn((1, 28, 28), 10)
     x, y = torch.rand(17, 1, 28, 28), torch.arange(17) % 10
     kernels = reference.kernels(model, cross_entropy, "graph", "records").values()
@@ -108,7 +105,6 @@ def test_pooled_convolutions_are_summed_sparsely(reference, monkeypatch, pool):
             super().__init__(geometry, weight, x, g, pooled)
 
     monkeypatch.setattr(rules, "Pooled2d", Seen)
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 5), nn.ReLU(inplace=True),
         pool, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8 * 4, 3),
@@ -124,7 +120,6 @@ def test_pooled_convolutions_are_summed_sparsely(reference, monkeypatch, pool):
 @pytest.mark.parametrize("settings", [{"stride": 2}, {"dilation": 2}, {"groups": 2}], ids=str)
 def test_other_convolutions_before_a_pool_are_exact_too(reference, settings):
     """They are not summed by the places of maxima, which would name other patches."""
-    torch.manual_seed(0)
     layers = nn.Conv2d(64, 4, 3, **settings), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
     model = nn.Sequential(*layers, nn.LazyLinear(3)).double()
     x, y = reference.data(4, 64, 9, 9), torch.arange(4) % 3
@@ -260,7 +255,6 @@ def test_exact_sums_are_those_of_float64(count, width):
 
 
 def test_both_products_of_matrices_agree(monkeypatch):
-    torch.manual_seed(0)
     x, weight, bias = torch.randn(7, 300), torch.randn(260, 300), torch.randn(260)
     exact = x.double() @ weight.double().t() + bias.double()
     g = torch.randn(7, 260)

@@ -212,7 +212,6 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_whose_operations_are_known(reference, name):
     run, parts, shape = LAYERS[name]
-    torch.manual_seed(0)
     model = nn.Sequential(reference.Apply(run, **parts()), nn.Tanh(), nn.Flatten())
     reference.check_structure(model, reference.data(4, *shape), rows="loop")
 

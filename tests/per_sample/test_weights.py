@@ -53,7 +53,6 @@ class Double(nn.Module):
 )
 def test_tiny_inputs_with_huge_weights(clip, size, dense):
     """c ‖g‖ ‖u‖ <= C, and c ‖g‖ was no number of float32 where ‖u‖ is tiny."""
-    torch.manual_seed(0)
     first, last = nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False)
     x, y = torch.rand(20, 4) + 0.5, torch.arange(20) % 3
     with torch.no_grad():
@@ -73,7 +72,6 @@ def test_tiny_inputs_with_huge_weights(clip, size, dense):
 @pytest.mark.parametrize("clip", [2.0**-90, 2.0**-60, 2.0**-19, 1.0])
 @pytest.mark.parametrize(("offset", "slope"), [(1e30, 1e-20), (1e38, 1e-23), (1e38, 1e-30)])
 def test_a_weight_that_overflows_in_units_of_the_clip(slope, offset, clip):
-    torch.manual_seed(0)
     kernel = PerSampleKernel(FlatModel(nn.Linear(4, 1, bias=False)), of_parts)
     x, y = torch.randn(20, 4), torch.ones(20, 2)
     for size in (1e-22, 1e-3, 1.0):
@@ -85,7 +83,6 @@ def test_a_weight_that_overflows_in_units_of_the_clip(slope, offset, clip):
 @pytest.mark.parametrize("wide", [False, True], ids=["one position", "several"])
 def test_gradients_whose_squares_float64_does_not_hold(wide, slope):
     """A norm of 0 was found for them, and so the whole weight was their coefficient: 1e304."""
-    torch.manual_seed(0)
     model = Double(nn.Linear(4, 1, bias=False))
     shape = (3, 4) if wide else (4,)
     if wide:
@@ -101,7 +98,6 @@ def test_gradients_whose_squares_float64_does_not_hold(wide, slope):
 @pytest.mark.parametrize("way", ["dense", "graph"])
 def test_automatic_clipping_is_the_papers(way):
     """AUTO-S: Σ C g_j / (‖g_j‖ + γ), each part below C, also of tiny and huge gradients."""
-    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     kernel = PerSampleKernel(FlatModel(module), cross_entropy)
     if way == "graph":
