@@ -47,10 +47,7 @@ class Alone(Items):
         return torch.from_numpy(X[i])
 
 
-@pytest.fixture
-def no_page(monkeypatch):
-    """A run without its page, which takes a second to draw."""
-    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
 def _arrow(frame):
@@ -93,7 +90,6 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("kind", KINDS)
 def test_predict_and_evaluate_accept_the_input_of_a_run(kind, tmp_path):
     pytest.importorskip({"arrow": "pyarrow", "faces": "datasets"}.get(kind, "numpy"))
@@ -116,7 +112,6 @@ def test_predict_and_evaluate_accept_the_input_of_a_run(kind, tmp_path):
         assert result._served.form.features == ("a", "b", "c")
 
 
-@pytest.mark.usefixtures("no_page")
 def test_two_records_are_no_pair(tmp_path):
     """A pair (x, y) and two records [d] are told apart by the run's shape of a record."""
     result = fedpact.run("logistic", (X, Y), **SETTINGS, out=tmp_path / "r")
@@ -156,7 +151,7 @@ def test_objects_that_are_no_numbers_are_refused():
 
 
 @pytest.mark.parametrize("form", [lambda frame, path: frame, lambda frame, path: path])
-def test_a_column_that_is_missing_is_named(form, tmp_path, no_page):
+def test_a_column_that_is_missing_is_named(form, tmp_path):
     frame = FRAME.assign(out=WORDS)
     result = fedpact.run("logistic", frame, **LABEL, **SETTINGS, out=tmp_path / "run")
     lacking = frame.rename(columns={"b": "B"})

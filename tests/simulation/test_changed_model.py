@@ -16,16 +16,12 @@ RECORDS = X, (X[:, 0] > 0).astype(np.int64)
 SETTINGS = {"sites": 2, "rounds": 1, "partition": {"held_out": 0.2}, "privacy": {"mode": "none"}}
 BETWEEN = nn.Tanh
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 
 def net():
     """Of a file that can be imported, and changed."""
     return nn.Sequential(nn.Linear(3, 4), BETWEEN(), nn.Linear(4, 2))
-
-
-@pytest.fixture(autouse=True)
-def no_page(monkeypatch):
-    """A run without its report."""
-    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
 
 
 @pytest.fixture

@@ -97,7 +97,6 @@ def test_deep_networks_with_norms_are_not_said_to_mix_records(norm):
 
 def test_empty_images_have_the_gradient_that_they_have():
     """Normalised as they are given: by pixel torch takes a variance that is rounding there."""
-    torch.manual_seed(0)
     norms = nn.GroupNorm(4, 8), nn.GroupNorm(4, 8)
     layers = [nn.Conv2d(1, 8, 3, padding=1), norms[0], nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
     layers += [norms[1], nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 3)]

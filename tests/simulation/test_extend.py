@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tests.policies import GENEROUS, write_policy
 from typer.testing import CliRunner
 
 import fedpact
@@ -81,13 +82,8 @@ def test_a_lost_ledger_stops_an_extension(tmp_path):
 
 
 def test_a_refusing_site_lets_none_reserve(tmp_path):
-    policy = tmp_path / "policy.toml"
-    policy.write_text(
-        'algorithms = ["fedavg"]\nreleases = ["gradient"]\n'
-        "epsilon_per_run = 1.0\ndelta_per_run = 1e-5\n"
-        "epsilon_ever = 1.5\ndelta_ever = 1e-4\nsmallest_sigma = 0.0001\n"
-    )
-    fedpact.run(Plan.parse({**PRIVATE, "policy": str(policy)}), tmp_path / "run")
+    policy = write_policy(tmp_path / "policy.toml", **GENEROUS | {"epsilon_ever": 1.5})
+    fedpact.run(Plan.parse({**PRIVATE, "policy": policy}), tmp_path / "run")
     with pytest.raises(PolicyRefused, match="ever"):
         fedpact.extend(tmp_path / "run", 1)
     for site in ("site-00", "site-01"):

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import fedpact
-from fedpact.cli.main import main
 from fedpact.common.errors import ModelError, PlanError
 from fedpact.common.user_code import get_handed_in
 from fedpact.report.page import repeat
@@ -23,6 +22,8 @@ SETTINGS = {
     "settings": {"learning_rate": 0.5},
 }
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 
 def right(outputs, y):
     return float((outputs.argmax(1) == y).double().mean())
@@ -31,12 +32,6 @@ def right(outputs, y):
 def local():
     """A metric that no other process can import."""
     return lambda outputs, y: right(outputs, y)
-
-
-@pytest.fixture
-def no_page(monkeypatch):
-    """A run without its page, which takes a second to draw."""
-    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
 
 
 @pytest.fixture
@@ -49,7 +44,6 @@ def elsewhere(monkeypatch):
     return forget
 
 
-@pytest.mark.usefixtures("no_page")
 def test_passed_objects_are_passed_again(tmp_path, elsewhere):
     share = local()
     share.__name__ = "share"
@@ -84,7 +78,6 @@ def test_passed_objects_are_passed_again(tmp_path, elsewhere):
     assert longer.records[-1].round == 1
 
 
-@pytest.mark.usefixtures("no_page")
 def test_a_loss_goes_through_a_comparison(tmp_path):
     plans = {"own": fedpact.Plan(model="logistic", task={"loss": LOSS}, **SETTINGS),
              "ours": fedpact.Plan(model="logistic", **SETTINGS)}  # fmt: skip
@@ -94,10 +87,11 @@ def test_a_loss_goes_through_a_comparison(tmp_path):
     assert own.loss == pytest.approx(ours.loss, rel=1e-4)
 
 
-@pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("words", [["resume", "r"], ["run", "r/plan.json"], ["plan", "r/plan.json"],
                                    ["audit", "r"]])  # fmt: skip
-def test_a_command_says_what_to_do_with_records_of_python(tmp_path, monkeypatch, capsys, words):
+def test_a_command_says_what_to_do_with_records_of_python(
+    tmp_path, monkeypatch, capsys, typed, words
+):
     import pandas as pd
 
     monkeypatch.chdir(tmp_path)
@@ -105,14 +99,11 @@ def test_a_command_says_what_to_do_with_records_of_python(tmp_path, monkeypatch,
     private = {**SETTINGS, "privacy": {"epsilon": 2.0, "delta": 1e-5}}
     fedpact.run("logistic", frame, label="out", **private, out="r", stop=lambda: True)
     capsys.readouterr()
-    monkeypatch.setattr("sys.argv", ["fedpact", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "was passed in from Python" in told
-    assert "data=...)" in told
-    assert "Traceback" not in told
+    found = typed(*words)
+    assert found.code == 2
+    assert "was passed in from Python" in found.err
+    assert "data=...)" in found.err
+    assert "Traceback" not in found.err
 
 
 def test_one_word_is_a_kind_or_a_metric():
@@ -125,7 +116,6 @@ def test_one_word_is_a_kind_or_a_metric():
     assert fedpact.Plan(task={"metrics": right}).task.metrics == [f"{__name__}:right"]
 
 
-@pytest.mark.usefixtures("no_page")
 def test_extend_asks_for_passed_objects_by_name(tmp_path, elsewhere):
     result = fedpact.run("logistic", (X, Y), task={"loss": LOSS}, **SETTINGS, out=tmp_path / "r")
     kept = (result.folder / "plan.json").read_bytes()

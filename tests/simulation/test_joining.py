@@ -77,7 +77,7 @@ def test_nothing_but_joining_json_is_written(run, tmp_path):
     folder, data = tmp_path / "run", some_data()
     simulate(plan_of(), folder, data=data)
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    told = list[tuple[str, int]]()
+    told = []
     of_run(folder, data, on_site=lambda *site: told.append(site))
     assert told == [("s0", 2), ("s1", 2)]
     after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -182,7 +182,7 @@ def test_local_in_compare_is_mr_mtl_with_lambda_0():
 def test_stopped_comparison_pauses_joining_and_resumes(tmp_path):
     table = people(tmp_path / "people.csv", rows=80)
     plan = Plan.parse({**table, "rounds": 1, "sites": 2, "partition": {"held_out": 0.0}})
-    told, folder = list[tuple[str, int, int]](), tmp_path / "c"
+    told, folder = [], tmp_path / "c"
 
     def on_news(news):
         if news.joining is not None:

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from tests import recounted
+from tests.recounted import charges
 
 from fedpact import algorithms
 from fedpact.cli.commands import plan as command
@@ -34,11 +35,6 @@ def true_sizes(whole):
 
 def stated(folder):
     return json.loads((folder / "privacy.json").read_text())
-
-
-def charges(folder, site):
-    lines = (folder / "sites" / site / "ledger.jsonl").read_text().splitlines()
-    return [entry for entry in map(json.loads, lines) if entry["kind"] == "charge"]
 
 
 def watched(monkeypatch, name):

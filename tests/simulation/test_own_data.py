@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fedpact
-from fedpact.cli.main import main
 from fedpact.common.errors import DataError, InputError, PlanError
 from fedpact.common.run_folder import Folder
 from fedpact.data.load import from_arrays
@@ -23,7 +22,7 @@ from fedpact.studies.pool import Job
 SETTINGS = {"rounds": 2, "sites": 2, "partition": {"held_out": 0.2}, "settings": {"local_steps": 1}}
 
 
-def table(path: Path, lines=()) -> str:
+def table(path, lines=()):
     rng = np.random.default_rng(0)
     rows = [
         f"{a:.3f},{b:.3f},{c}" for a, b, c in zip(*rng.normal(size=(2, 60)), "ab" * 30, strict=True)
@@ -62,17 +61,15 @@ def test_bad_record_is_dropped_and_the_run_uses_the_others(tmp_path, mode, caplo
         assert line in told
 
 
-def test_the_owner_reads_it_on_the_console(tmp_path, monkeypatch, capsys):
+def test_the_owner_reads_it_on_the_console(tmp_path, monkeypatch, typed):
     data = table(tmp_path / "t.csv", ["abc,1,a"])
     # A plan looks at the records as a run does, and is made in half of its time.
     words = ["plan", "--set", f"data={data}", "--set", "label=out", "--set", "rounds=1"]
     words += ["--set", "sites=2", "--set", "privacy.mode=none"]
-    monkeypatch.setattr("sys.argv", ["fedpact", *words])
     monkeypatch.setattr(logging.root, "handlers", [])  # pytest's, which a console has not
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert not end.value.code
-    assert "row 61 = 'abc': column p is not a finite number" in capsys.readouterr().err
+    found = typed(*words)
+    assert found.code == 0
+    assert "row 61 = 'abc': column p is not a finite number" in found.err
 
 
 def test_words_that_the_model_does_not_have_are_left_out(tmp_path, monkeypatch, caplog):
@@ -127,7 +124,7 @@ def test_a_folder_without_a_run_error_suggests_one(tmp_path):
         fedpact.load(tmp_path / "nowhere")
 
 
-def half_bad(tmp_path: Path, share: float, **records: object) -> Plan:
+def half_bad(tmp_path, share, **records):
     """A plan of 60 records and as many others as make up this share."""
     more = round(60 * share / (1 - share))
     data = table(tmp_path / "table.csv", ["1,?,b", *["1;2,0,a"] * (more - 1)])

@@ -39,17 +39,9 @@ def local(width):
     return lambda: nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
 
 
-def plan_of(result):
-    return json.loads((result.folder / "plan.json").read_text())
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
-@pytest.fixture
-def no_page(monkeypatch):
-    """A run without its page, which takes a second to draw."""
-    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
-
-
-@pytest.mark.usefixtures("no_page")
 def test_the_readmes_ten_lines_run(tmp_path, monkeypatch, capsys):
     """Eleven lines of Python at most, of which three import and three make a table."""
     monkeypatch.chdir(tmp_path)
@@ -64,7 +56,6 @@ def test_the_readmes_ten_lines_run(tmp_path, monkeypatch, capsys):
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_page")
 def test_instance_starts_from_its_weights_and_is_unchanged(tmp_path):
     module = nn.Linear(3, 2)
     before = {k: v.clone() for k, v in module.state_dict().items()}
@@ -76,7 +67,6 @@ def test_instance_starts_from_its_weights_and_is_unchanged(tmp_path):
     assert result.predict(X).labels.shape == (60,)
 
 
-@pytest.mark.usefixtures("no_page")
 def test_records_in_every_container_are_the_same_records(tmp_path):
     """The same numbers, labels and classes, and of tables one digest."""
     from datasets import ClassLabel
@@ -257,7 +247,6 @@ def test_images_of_pillow_become_arrays_with_channels_first():
     assert found.classes == ("cat", "dog")
 
 
-@pytest.mark.usefixtures("no_page")
 def test_a_folder_records_passed_objects_and_accepts_no_other(tmp_path):
     first = fedpact.run(local(4), (X, Y), **SETTINGS, out=tmp_path / "run")
     plan = fedpact.Plan.read(first.folder / "plan.json")
@@ -288,7 +277,6 @@ def test_a_missing_test_set_is_asked_for_with_the_records():
     assert with_own(plan, data=(X, Y), test=(X, Y))[0] == plan
 
 
-@pytest.mark.usefixtures("no_page")
 def test_another_process_needs_the_model_again(tmp_path, monkeypatch):
     result = fedpact.run(local(4), (X, Y), **SETTINGS, out=tmp_path / "run")
     monkeypatch.setattr("fedpact.common.user_code._kept", {})

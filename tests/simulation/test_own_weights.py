@@ -29,11 +29,7 @@ NET = nn.Linear(3, 2)
 TABLE = torch.arange(6.0).reshape(2, 3)
 OWN = torch.eye(3) + 2  # no constant that is known by its content
 
-
-@pytest.fixture(autouse=True)
-def no_page(monkeypatch):
-    """A run without its report."""
-    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from fedpact.algorithms.wrappers.base import Method
 from fedpact.cli.commands.plan import forecast
 from fedpact.cli.commands.plan import plan as show_plan
 from fedpact.common.errors import PlanError
-from fedpact.common.messages import Reply, State, from_bytes
+from fedpact.common.messages import State, from_bytes
 from fedpact.common.params import FlatModel
 from fedpact.common.records import RoundRecord
 from fedpact.plan import Plan
@@ -142,7 +142,7 @@ def test_as_many_as_there_are_is_todays_run(tmp_path):
 @pytest.fixture
 def seen(monkeypatch):
     """The replies of a run's rounds as the server folds them."""
-    found, update = list[list[Reply]](), fedavg.update
+    found, update = [], fedavg.update
 
     def watching(state, replies, settings):
         found.append(list(replies))
@@ -353,7 +353,7 @@ def test_a_site_continues_with_its_last_memory(tmp_path):
     """A head of its own: in rounds that are not the site's, its own model has the same head."""
     plan = Plan.parse({**PLAIN, "local": {"head": 10}, "rounds": 5})
     result = simulate(plan, tmp_path / "run")
-    last = dict[str, int]()
+    last = {}
     for site in SITES:
         if own := own_rounds(plan, site):
             path = tmp_path / "run" / "sites" / site / "memory.safetensors"

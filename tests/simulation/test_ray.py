@@ -82,7 +82,7 @@ def marked(tmp_path_factory):
     assert not left, "processes were left behind"
 
 
-def marked_processes(mark: str) -> list[int]:
+def marked_processes(mark):
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -94,7 +94,7 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
-def entries(path: Path) -> list[dict]:
+def entries(path):
     """All of it but the clock, and the hashes, which contain it."""
     return [
         {key: value for key, value in entry.items() if key not in ("time", "hash", "previous")}
@@ -102,7 +102,7 @@ def entries(path: Path) -> list[dict]:
     ]
 
 
-def check_that_it_is_the_same_run(one: Path, other: Path) -> None:
+def check_that_it_is_the_same_run(one, other):
     for name in ("model.safetensors", "state.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     records = [Folder(path).restore()[1] for path in (one, other)]
@@ -175,7 +175,7 @@ TASK = Task("a-run", 1, "fedavg", {"w": torch.zeros(6)}, {})
 class Handle:
     """An actor of this process, as a handle of Ray's."""
 
-    def __init__(self, site: VirtualSite) -> None:
+    def __init__(self, site):
         from fedpact.simulation.ray import Actor
 
         self.handle, self.site = self, site
@@ -185,7 +185,7 @@ class Handle:
         return lambda: self.actor.handle(site, task)
 
 
-def asked(site: VirtualSite, monkeypatch):
+def asked(site, monkeypatch):
     """What the transport returns of a site's answer, and its charges."""
     from ray.exceptions import RayTaskError
 
@@ -224,7 +224,7 @@ def test_any_other_error_says_what_it_was_and_where(site, monkeypatch):
 # ---------------------------------------------------------------- refused, and nothing written
 
 
-def refuse(tmp_path: Path, engine: str, **settings) -> None:
+def refuse(tmp_path, engine, **settings):
     try:
         simulate(Plan.parse({**PLAN, "run": settings}), tmp_path / "run", engine=engine)
     finally:

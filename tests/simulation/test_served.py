@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.data.features import backbones_of_users
+from tests.tables import write_csv
 
 import fedpact
 from fedpact.api import load
-from fedpact.cli.main import main
 from fedpact.common.errors import DataError, InputError, ModelError
 from fedpact.plan import Plan
 from fedpact.simulation.predict import Predictor
@@ -43,13 +43,12 @@ def table(tmp_path_factory):
     """A run on a table with declared columns, and its folder's place."""
     where = tmp_path_factory.mktemp("table")
     rng = np.random.default_rng(0)
-    with (where / "own.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["age", "outcome", "kind", "weight"])
-        for k in range(ROWS):
-            age = "" if k == 3 else f"{rng.uniform(0, 120):.1f}"
-            writer.writerow([age, ["no", "yes"][k % 2], "ab"[k % 3 > 0], f"{rng.normal():.3f}"])
-    raw = {**TABLE, "data": str(where / "own.csv")}
+    rows = []
+    for k in range(ROWS):
+        age = "" if k == 3 else f"{rng.uniform(0, 120):.1f}"
+        rows.append([age, ["no", "yes"][k % 2], "ab"[k % 3 > 0], f"{rng.normal():.3f}"])
+    path = write_csv(where / "own.csv", ["age", "outcome", "kind", "weight"], *rows)
+    raw = {**TABLE, "data": str(path)}
     result = fedpact.run(Plan.parse(raw), where / "run")
     return SimpleNamespace(where=where, plan=Plan.parse(raw), result=result)
 
@@ -231,27 +230,20 @@ def test_released_column_scales_are_applied_to_new_records(table, tmp_path):
         path.write_text("{}")
 
 
-def test_the_commands_say_the_same(table, capsys, monkeypatch, tmp_path):
+def test_the_commands_say_the_same(table, typed, tmp_path):
     run, file = str(table.where / "run"), str(table.where / "own.csv")
     out = tmp_path / "found.csv"
-
-    def told(*arguments):
-        monkeypatch.setattr("sys.argv", ["fedpact", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert not end.value.code
-        return capsys.readouterr().out
-
     found = table.result.predict(file)
-    assert json.loads(told("predict", run, file, "--json"))["labels"] == found.labels.tolist()
-    told("predict", run, file, "--out", str(out))
+    said = typed("predict", run, file, "--json").out
+    assert json.loads(said)["labels"] == found.labels.tolist()
+    assert typed("predict", run, file, "--out", out).code == 0
     assert [row["label"] for row in rows_of(out)] == found.labels.tolist()
     assert out.stat().st_mode & 0o077 == 0
-    score = json.loads(told("evaluate", run, file, "--json"))
+    score = json.loads(typed("evaluate", run, file, "--json").out)
     assert score["accuracy"] == table.result.evaluate(file).accuracy
 
 
-def test_a_file_of_predicted_numbers_has_as_many_headings(table, tmp_path, monkeypatch):
+def test_a_file_of_predicted_numbers_has_as_many_headings(table, tmp_path, typed):
     """And an empty cell for a record that is not used; its label may be kept beside."""
     task = {"kind": "regression", "range": [0, 120]}
     plan = Plan.parse(
@@ -265,10 +257,7 @@ def test_a_file_of_predicted_numbers_has_as_many_headings(table, tmp_path, monke
     result = fedpact.run(plan, tmp_path / "run")
     file, out = tmp_path / "new.csv", tmp_path / "out.csv"
     file.write_text("weight,age\n0.5,30\nx,40\n")
-    given = "predict", str(tmp_path / "run"), str(file), "--out", str(out)
-    monkeypatch.setattr("sys.argv", ["fedpact", *given])
-    with pytest.raises(SystemExit):
-        main()
+    typed("predict", tmp_path / "run", file, "--out", out)
     with out.open(newline="") as lines:
         found = list(csv.reader(lines))
     answer = result.predict(file).labels[0]
@@ -285,7 +274,7 @@ def test_heads_of_the_sites_own_leave_no_model_to_ask(digits, tmp_path):
         Predictor.of(tmp_path)
 
 
-def test_the_average_that_a_server_kept_can_be_asked(table, tmp_path, capsys, monkeypatch):
+def test_the_average_that_a_server_kept_can_be_asked(table, tmp_path, typed):
     raw = {**TABLE, "data": table.plan.data, "rounds": 3}
     kept = {"average": "exponential", "average_decay": 0.5}
     result = fedpact.run(Plan.parse({**raw, "server": kept}), tmp_path / "run")
@@ -297,16 +286,10 @@ def test_the_average_that_a_server_kept_can_be_asked(table, tmp_path, capsys, mo
     )
     assert f"{result.summary['average']['accuracy']:.1%}"[:-1] in repr(asked)
 
-    def told(*arguments):
-        monkeypatch.setattr("sys.argv", ["fedpact", "evaluate", str(tmp_path / "run"), *arguments])
-        with pytest.raises(SystemExit):
-            main()
-        return capsys.readouterr()
-
-    file = table.plan.data
+    command, file = ("evaluate", tmp_path / "run"), table.plan.data
     # Whoever does not ask for it is told that there is one.
-    assert "--average uses the average" in told(file).err
-    of_average = told(file, "--average", "--json")
+    assert "--average uses the average" in typed(*command, file).err
+    of_average = typed(*command, file, "--average", "--json")
     assert "--average" not in of_average.err
     assert json.loads(of_average.out)["loss"] == asked.evaluate(file).loss
     with pytest.raises(DataError, match=r"holds no average of models .*server\.average = 'none'"):
@@ -338,7 +321,7 @@ def test_a_backbones_file_is_found_from_elsewhere_too(tmp_path, monkeypatch):
 class Counting(torch.nn.Module):
     """Its answer has as many rows as there were records when it was traced."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(64, 10)
 

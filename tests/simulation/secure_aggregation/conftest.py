@@ -78,7 +78,8 @@ class Party:
         """Carry a session through its steps, and one sum of a round, up to the step `last`.
 
         away: site -> the step it is gone at; from then on it is away. A session that has agreed on
-        its sites goes on with its next slot. Returns the sum, None where it did not come to one.
+        its sites goes on with its next slot. Returns the sum, or the session where it did not come
+        to one.
         """
         away, this = away or {}, None
         order = FAST if last == "open" else SLOW
@@ -102,7 +103,7 @@ class Party:
                     this.take_opened(site, answer)
                 else:
                     getattr(this or session, f"take_{step}")(site, answer)
-        return this
+        return this or session
 
     def mean(self, sites):
         """Σ N_i x_i / Σ N_i of these sites' vectors and losses, in float64."""

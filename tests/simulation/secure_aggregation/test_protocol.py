@@ -99,23 +99,20 @@ def test_below_the_threshold_nothing_is_opened(party, step, monkeypatch):
 def test_sites_refuse_lists_below_the_threshold(party):
     """The server might ask for less than it is to: each list is counted by the site as well."""
     mine = party(4, 3)
-    session = mine.session()
-    mine.up_to(session, "keys")
+    session = mine.up_to(mine.session(), "keys")
     few = dict(list(session.adverts.items())[:2])
     question = messages.step(session.place, "site-00", "shares", messages.from_adverts(few))
     assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
 
     mine = party(4, 3)
-    session = mine.session()
-    mine.up_to(session, "shares")
+    session = mine.up_to(mine.session(), "shares")
     session.sealed = {site: session.sealed[site] for site in ("site-00", "site-01")}
     own = messages.under("share/", {"site-01": session.sealed["site-01"]["site-00"]})
     question = messages.step(session.place, "site-00", "roster", own)
     assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
 
     mine = party(4, 3)
-    session = mine.session()
-    mine.up_to(session, "roster")
+    session = mine.up_to(mine.session(), "roster")
     this = session.slot(1, mine.weighing)
     this.shown = dict(list(this.shown.items())[:2])
     question = this.ask_masked(dict.fromkeys(mine.sites, mine.task))["site-00"]
@@ -201,28 +198,27 @@ def test_a_server_that_tells_sites_different_lists_opens_none(party):
     assert fresh.answer("site-03", question).code == "few"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    ["another list", "another session", "another slot", "other keys", "another site", "attempt"],
-)
+WRONG = {
+    "another list": {"names": ("site-00", "site-01", "site-02")},
+    "another session": {"session": "x"},
+    "another slot": {"slot": 1},
+    "other keys": {"roster": keys.roster_of({})},
+    "another site": {"site": "site-02"},
+    "attempt": {"attempt": 1},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_signature_of_anything_else_opens_nothing(party, wrong):
     mine = party(4, 3)
     session = mine.up_to(mine.session(), "consistency")
-    site, place, names, attempt = "site-01", session.place, mine.sites, 0
-    roster = session.session.roster
-    if wrong == "another list":
-        names = names[:3]
-    elif wrong == "another session":
-        place = mine.session().place.of_slot(0, 1)
-    elif wrong == "another slot":
-        place = session.session.place.of_slot(1, 1)
-    elif wrong == "other keys":
-        roster = keys.roster_of({})
-    elif wrong == "another site":
-        site = "site-02"
-    else:
-        attempt = 1
-    false = keys.sign_list(mine.keys[site], site, keys.of_attempt(attempt, roster), names, place)
+    right = {"site": "site-01", "names": mine.sites, "roster": session.session.roster}
+    said = {**right, "attempt": 0, "session": session.session.place.session, "slot": 0}
+    said |= WRONG[wrong]
+    place = dataclasses.replace(session.session.place, session=said["session"])
+    what = keys.of_attempt(said["attempt"], said["roster"])
+    key = mine.keys[said["site"]]
+    false = keys.sign_list(key, said["site"], what, said["names"], place.of_slot(said["slot"], 1))
     session.signatures["site-01"] = false
     assert mine.answer("site-00", session.ask_unmask()["site-00"]).code == "keys"
     answer = messages.step(session.place, "site-01", "consistency", {"signature": false})
@@ -277,8 +273,7 @@ def test_opened_sums_outlive_a_restart(party, tmp_path):
 def test_a_site_masks_one_vector_in_a_session(party):
     """Two vectors under the same masks would show their difference."""
     mine = party(3, 2)
-    session = mine.session()
-    mine.up_to(session, "roster")
+    session = mine.up_to(mine.session(), "roster")
     this = session.slot(1, mine.weighing)
     question = this.ask_masked(dict.fromkeys(mine.sites, mine.task))["site-00"]
     first = messages.reply_in(mine.answer("site-00", question)).vectors["masked"]
@@ -293,13 +288,11 @@ def test_a_site_masks_one_vector_in_a_session(party):
 
 def test_out_of_order_or_foreign_questions_are_refused(party):
     mine = party(3, 2)
-    session = mine.session()
-    mine.up_to(session, "keys")
+    session = mine.up_to(mine.session(), "keys")
     assert mine.answer("site-00", listed(session, "site-00", mine.sites)).code == "session"
     question = messages.step(session.place, "site-00", "unmask", {})
     assert mine.answer("site-00", question).code == "session"
-    old, session = session, mine.session()
-    mine.up_to(session, "keys")
+    old, session = session, mine.up_to(mine.session(), "keys")
     assert mine.answer("site-00", old.ask_shares()["site-00"]).code == "session"
     mine.up_to(session, "roster")  # keys are the same question again
     task = dataclasses.replace(mine.task, round=2)
@@ -307,63 +300,53 @@ def test_out_of_order_or_foreign_questions_are_refused(party):
     assert mine.answer("site-00", asks["site-00"]).code == "session"
 
 
-def forged(name):
-    """How a server might try to have its own key M taken for site-01's."""
-
-    def swap(mine, session):
-        own = keys.Secrets(1)
-        theirs = session.adverts["site-01"]
-        stranger = party_key()
-        return {
-            "unsigned": dataclasses.replace(theirs, mask=own.advert().mask),
-            "sealing key": dataclasses.replace(theirs, seal=own.advert().seal),
-            "seed": dataclasses.replace(theirs, commitment=own.advert().commitment),
-            "signed by a stranger": own.advert().sign(stranger, "site-01", session.place),
-            "signed by another site": own.advert().sign(
-                mine.keys["site-02"], "site-02", session.place
-            ),
-            "of another session": own.advert().sign(
-                mine.keys["site-01"], "site-01", dataclasses.replace(session.place, session="x")
-            ),
-            "of another round": own.advert().sign(
-                mine.keys["site-01"], "site-01", dataclasses.replace(session.place, round=2)
-            ),
-        }[name]
-
-    return swap
+STRANGER = ec.generate_private_key(ec.SECP256R1())
 
 
-def party_key():
-    return ec.generate_private_key(ec.SECP256R1())
+def replaced(**fields):
+    """An advert of site-01 with parts of another's."""
+    return lambda mine, place, theirs, own: dataclasses.replace(
+        theirs, **{field: getattr(own, of) for field, of in fields.items()}
+    )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "unsigned",
-        "sealing key",
-        "seed",
-        "signed by a stranger",
-        "signed by another site",
-        "of another session",
-        "of another round",
-    ],
-)
+def signed(site, key=None, **changes):
+    """One's own advert, signed by a site, or by a key, at this place or another."""
+    return lambda mine, place, theirs, own: own.sign(
+        key or mine.keys[site], site, dataclasses.replace(place, **changes)
+    )
+
+
+FORGED = {
+    "unsigned": replaced(mask="mask"),
+    "sealing key": replaced(seal="seal"),
+    "seed": replaced(commitment="commitment"),
+    "signed by a stranger": signed("site-01", STRANGER),
+    "signed by another site": signed("site-02"),
+    "of another session": signed("site-01", session="x"),
+    "of another round": signed("site-01", round=2),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
 def test_exchanged_keys_are_detected(party, name):
     """By the sites, which have everybody's long-term keys, and by the server."""
     mine = party(3, 2)
-    session = mine.session()
-    mine.up_to(session, "keys")
+    session = mine.up_to(mine.session(), "keys")
     honest = session.adverts["site-01"]
-    bad = forged(name)(mine, session)
+    bad = FORGED[name](mine, session.place, honest, keys.Secrets(1).advert())
     with pytest.raises(keys.SecretsDoNotFit):
-        session.take_keys(
-            "site-01", messages.step(session.place, "", "keys", messages.from_advert(bad))
-        )
+        take_keys(session, bad)
     session.adverts["site-01"] = bad
     assert mine.answer("site-00", session.ask_shares()["site-00"]).code == "keys"
     session.adverts["site-01"] = honest
     assert isinstance(mine.answer("site-02", session.ask_shares()["site-02"]), Step)
+
+
+def take_keys(session, advert):
+    """Give the server keys of site-01."""
+    step = messages.step(session.place, "", "keys", messages.from_advert(advert))
+    session.take_keys("site-01", step)
 
 
 @pytest.mark.parametrize("field", ["mask", "seal"])
@@ -371,40 +354,31 @@ def test_exchanged_keys_are_detected(party, name):
 def test_a_site_that_signs_no_keys_has_dropped_out(party, field, bad):
     """All others would refuse to go on with them. The point 0 agrees with everybody on 0."""
     mine = party(3, 2)
-    session = mine.session()
-    mine.up_to(session, "keys")
+    session = mine.up_to(mine.session(), "keys")
     honest = session.adverts["site-01"]
     advert = dataclasses.replace(honest, **{field: bad}).sign(
         mine.keys["site-01"], "site-01", session.place
     )
     with pytest.raises(keys.SecretsDoNotFit, match="site-01"):
-        session.take_keys(
-            "site-01", messages.step(session.place, "", "keys", messages.from_advert(advert))
-        )
-    session.take_keys(
-        "site-01", messages.step(session.place, "", "keys", messages.from_advert(honest))
-    )
+        take_keys(session, advert)
+    take_keys(session, honest)
 
 
 @pytest.mark.parametrize("length", [0, 31, 10**6])
 def test_a_site_commits_to_a_hash(party, length):
     """It is relayed to everybody."""
     mine = party(3, 2)
-    session = mine.session()
-    mine.up_to(session, "keys")
+    session = mine.up_to(mine.session(), "keys")
     advert = dataclasses.replace(session.adverts["site-01"], commitment=bytes(length))
     advert = advert.sign(mine.keys["site-01"], "site-01", session.place)
     with pytest.raises(keys.SecretsDoNotFit, match="keys and hashes"):
-        session.take_keys(
-            "site-01", messages.step(session.place, "", "keys", messages.from_advert(advert))
-        )
+        take_keys(session, advert)
 
 
 def test_sealed_shares_have_a_longest(party):
     """They are relayed, unopened, to those they are for."""
     mine = party(3, 2)
-    session = mine.session()
-    mine.up_to(session, "keys")
+    session = mine.up_to(mine.session(), "keys")
     question = session.ask_shares()["site-01"]
     honest = messages.blocks(mine.answer("site-01", question), "share/")
     session.take_shares(
@@ -419,8 +393,7 @@ def test_sealed_shares_have_a_longest(party):
 def test_a_site_takes_no_other_keys_for_its_own(party):
     """Its own from an earlier session would be signed, but for that."""
     mine = party(3, 2)
-    session = mine.session()
-    mine.up_to(session, "keys")
+    session = mine.up_to(mine.session(), "keys")
     own = keys.Secrets(1).advert().sign(mine.keys["site-00"], "site-00", session.place)
     session.adverts["site-00"] = own
     assert mine.answer("site-00", session.ask_shares()["site-00"]).code == "keys"
@@ -429,8 +402,7 @@ def test_a_site_takes_no_other_keys_for_its_own(party):
 def test_shares_that_the_server_redirects_or_changes_do_not_open(party):
     mine = party(3, 2)
     for wrong in ("another's", "changed", "other direction"):
-        session = mine.session()
-        mine.up_to(session, "shares")
+        session = mine.up_to(mine.session(), "shares")
         sealed = session.sealed
         if wrong == "another's":
             sealed["site-01"]["site-00"] = sealed["site-01"]["site-02"]
@@ -449,9 +421,8 @@ def test_shares_that_the_server_redirects_or_changes_do_not_open(party):
 def test_unrequested_shares_are_rejected(party, step, change):
     """One that is missing would be looked for in vain later, when it stops everybody."""
     mine = party(3, 2)
-    session = mine.session()
-    this = mine.up_to(session, "keys" if step == "shares" else "consistency") or session
-    question = (session.ask_shares if step == "shares" else this.ask_unmask)()["site-00"]
+    this = mine.up_to(mine.session(), "keys" if step == "shares" else "consistency")
+    question = (this.ask_shares if step == "shares" else this.ask_unmask)()["site-00"]
     blocks = messages.blocks(mine.answer("site-00", question))
     if change == "one less":
         blocks.popitem()
@@ -459,7 +430,7 @@ def test_unrequested_shares_are_rejected(party, step, change):
         blocks[next(iter(blocks)) + "x"] = b""
     answer = messages.step(this.place, "site-00", step, blocks)
     with pytest.raises(InputError, match=r"site-00 .* other s"):
-        (session.take_shares if step == "shares" else this.take_opened)("site-00", answer)
+        (this.take_shares if step == "shares" else this.take_opened)("site-00", answer)
 
 
 def flipped(share):
@@ -591,8 +562,7 @@ def test_nan_is_not_part_of_a_sum(party, value):
     mine = party(3, 2)
     reply = mine.replies["site-01"]
     mine.replies["site-01"] = dataclasses.replace(reply, numbers={"loss": value})
-    session = mine.session()
-    mine.up_to(session, "roster")
+    session = mine.up_to(mine.session(), "roster")
     this = session.slot(1, mine.weighing)
     question = this.ask_masked(dict.fromkeys(mine.sites, mine.task))["site-01"]
     assert mine.answer("site-01", question).code == "range"

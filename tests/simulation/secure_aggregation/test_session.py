@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 from tests.simulation.secure_aggregation.conftest import SLOW, Party
-from tests.simulation.secure_aggregation.test_protocol import check_mean, listed
+from tests.simulation.secure_aggregation.test_protocol import check_mean, listed, take_keys
 
 from fedpact.common.messages import Step
 from fedpact.simulation.secure_aggregation import keys, messages
@@ -46,8 +46,7 @@ def test_masks_of_unlike_attempts_do_not_cancel(party):
     """A server that asks one site for a new attempt, and the others for the old one, sees noise."""
     for attempts, cancel in (([1, 1, 1], True), ([1, 0, 0], False)):
         mine = party(3, 2)
-        session = mine.session()
-        mine.up_to(session, "roster")
+        session = mine.up_to(mine.session(), "roster")
         this = session.slot(1, mine.weighing)
         tasks = {
             site: dataclasses.replace(mine.task, attempt=attempt)
@@ -116,8 +115,7 @@ def test_unsigned_opening_shows_fewer_than_t_shares(party):
 def test_no_site_masks_with_others_than_t_have_signed(party):
     """Told another list of who is in the session, a site would mask with whom the server chose."""
     mine = party(5, 4)
-    session = mine.session()
-    mine.up_to(session, "shares")
+    session = mine.up_to(mine.session(), "shares")
     asks = session.ask_roster()
     fewer = messages.blocks(asks["site-00"], "share/")
     del fewer["site-04"]
@@ -158,19 +156,15 @@ def test_keys_for_no_sum_or_too_many_are_not_made(party, slots):
 
 def test_keys_and_shares_of_another_number_of_sums_are_refused(party):
     mine = party(3, 2)
-    session = mine.session(slots=2)
-    mine.up_to(session, "keys")
+    session = mine.up_to(mine.session(slots=2), "keys")
     longer = keys.Secrets(3).advert().sign(mine.keys["site-01"], "site-01", session.place)
     with pytest.raises(keys.SecretsDoNotFit, match="each of 2 sums"):
-        session.take_keys(
-            "site-01", messages.step(session.place, "", "keys", messages.from_advert(longer))
-        )
+        take_keys(session, longer)
     session.adverts["site-01"] = longer
     assert mine.answer("site-00", session.ask_shares()["site-00"]).code == "keys"
 
     mine = party(3, 2)
-    session = mine.session(slots=2)
-    mine.up_to(session, "shares")
+    session = mine.up_to(mine.session(slots=2), "shares")
     own = mine.maskers["site-01"]._session.secrets
     short = own.encrypt("site-01", "site-00", session.adverts["site-00"].seal, b"x", session.place)
     session.sealed["site-01"]["site-00"] = short

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-
-pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-
+from tests.policies import GENEROUS, write_policy
 from tests.simulation.secure_aggregation.summed import COMMON, SUM, plan_of
 
 from fedpact import algorithms
@@ -383,24 +381,13 @@ def test_revoked_trust_counts_past_noise_as_own_only(tmp_path):
     """Earlier: ε = 2 with h = 3. A policy with a smaller h, or none, counts what needs nobody."""
     earlier = terms_of(plan_of())["site-00"]
     own = terms_of(Plan.parse({**SUM, "privacy": {"epsilon": 1.0}}))["site-00"]
-    limits = {
-        "algorithms": ["fedavg"],
-        "releases": ["gradient"],
-        "epsilon_per_run": 2.0,
-        "delta_per_run": 1e-4,
-        "delta_ever": 1e-4,
-        "smallest_sigma": 0.1,
-    }
     with Ledger(tmp_path / "ledger.jsonl", "a", hypothetical=True) as ledger:
         ledger.reserve("one", earlier.guarantee, earlier.history(earlier.steps))
-        for honest, needed in (
-            (0, earlier.guarantee.alone),
-            (2, earlier.guarantee.alone),
-            (3, 2.0),
-        ):
+        alone = earlier.guarantee.alone
+        for honest, needed in ((0, alone), (2, alone), (3, 2.0)):
             for ever, allowed in ((needed + 1.01, True), (needed + 0.99, False)):
                 more = {"honest": honest, "epsilon_alone_per_run": 99.0, "epsilon_alone_ever": 99.0}
-                raw = {**limits, "epsilon_ever": ever, **(more if honest else {})}
+                raw = {**GENEROUS, "epsilon_ever": ever, **(more if honest else {})}
                 policy = Policy.parse(raw)
                 if allowed:
                     policy.check_run("fedavg", own, *sum_reservations(ledger, "two", policy))
@@ -410,27 +397,18 @@ def test_revoked_trust_counts_past_noise_as_own_only(tmp_path):
 
 
 def test_only_the_owner_can_allow_the_honesty_assumption(tmp_path):
-    base = """
-algorithms = ["fedavg"]
-releases = ["gradient"]
-epsilon_per_run = 2.0
-delta_per_run = 1e-5
-epsilon_ever = 2.0
-delta_ever = 1e-5
-smallest_sigma = 0.1
-"""
-    allowed = "honest = {}\nepsilon_alone_per_run = {}\nepsilon_alone_ever = {}\n"
     path = tmp_path / "policy.toml"
-    plan = plan_of(policy=str(path))
-    for text, why in (
-        ("", "honest = 3"),
-        (allowed.format(2, 99.0, 99.0), "site's policy has honest = 2"),
-        (allowed.format(3, 2.5, 99.0), "epsilon_alone_per_run = 2.5"),
-        (allowed.format(3, 99.0, 2.5), "epsilon_alone_ever = 2.5"),
-        ("honest = 3\n", "all three or none"),
+    plan = plan_of(policy=write_policy(path))
+    alone = {"honest": 4, "epsilon_alone_per_run": 99.0, "epsilon_alone_ever": 99.0}
+    for some, why in (
+        ({}, "honest = 3"),
+        (alone | {"honest": 2}, "site's policy has honest = 2"),
+        (alone | {"epsilon_alone_per_run": 2.5}, "epsilon_alone_per_run = 2.5"),
+        (alone | {"epsilon_alone_ever": 2.5}, "epsilon_alone_ever = 2.5"),
+        ({"honest": 3}, "all three or none"),
     ):
-        path.write_text(base + text)
+        write_policy(path, smallest_sigma=0.1, **some)
         with pytest.raises((PolicyRefused, PlanError), match=why):
             simulate(plan, tmp_path / "refused")
-    path.write_text(base + allowed.format(4, 99.0, 99.0))
+    write_policy(path, smallest_sigma=0.1, **alone)
     assert simulate(plan, tmp_path / "run").summary["status"] == "finished"

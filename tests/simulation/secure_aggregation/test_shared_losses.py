@@ -8,11 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-
+from tests.policies import GENEROUS
 from tests.simulation.secure_aggregation.summed import COMMON, FAIR, SUM, plan_of
 
+from fedpact.common.errors import PolicyRefused
 from fedpact.common.messages import Reply, Task
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.privacy.accounting.accountant import epsilon
@@ -141,21 +140,10 @@ def test_fedfdp_is_fedavg_with_fairness_here_too(tmp_path):
 
 def test_a_policy_names_each_summed_channel(tmp_path):
     terms = plan_of(**FAIR).terms({f"site-{i:02d}": 200.0 for i in range(5)})["site-00"]
-    raw = {
-        "algorithms": ["fedfdp"],
-        "epsilon_per_run": 2.0,
-        "epsilon_ever": 2.0,
-        "delta_per_run": 1e-4,
-        "delta_ever": 1e-4,
-        "smallest_sigma": 0.1,
-        "honest": 3,
-        "epsilon_alone_per_run": 99.0,
-        "epsilon_alone_ever": 99.0,
-    }
-    Policy.parse({**raw, "releases": ["gradient", "loss", "below"]}).check_run(
-        "fedfdp", terms, (0.0, 0.0), 0.0
-    )
-    with pytest.raises(Exception, match="below"):
-        Policy.parse({**raw, "releases": ["gradient", "loss"]}).check_run(
-            "fedfdp", terms, (0.0, 0.0), 0.0
-        )
+    alone = dict.fromkeys(("epsilon_alone_per_run", "epsilon_alone_ever"), 99.0)
+    raw = GENEROUS | {"algorithms": ["fedfdp"], "honest": 3, **alone}
+    named = Policy.parse({**raw, "releases": ["gradient", "loss", "below"]})
+    named.check_run("fedfdp", terms, (0.0, 0.0), 0.0)
+    unnamed = Policy.parse({**raw, "releases": ["gradient", "loss"]})
+    with pytest.raises(PolicyRefused, match="below"):
+        unnamed.check_run("fedfdp", terms, (0.0, 0.0), 0.0)
