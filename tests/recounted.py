@@ -1,11 +1,13 @@
-"""A ledger's events once more, by dp-accounting."""
+"""Privacy once more: a ledger's events by dp-accounting, a Gaussian by its closed form."""
 
+import math
 from collections import Counter
 from functools import cache
 
 import dp_accounting
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
+from scipy.special import log_ndtr, ndtr
 
 from fedpact.privacy.ledger.hash_chain import read_entries
 
@@ -14,6 +16,11 @@ def charges(folder, site):
     """The charges in a site's ledger of a run."""
     entries = read_entries(folder / "sites" / site / "ledger.jsonl")
     return [entry for entry in entries if entry["kind"] == "charge"]
+
+
+def gaussian_delta(mu, epsilon):
+    """δ of a Gaussian with sensitivity/deviation μ, exactly: Balle, Wang 2018, Theorem 8."""
+    return float(ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))
 
 
 def epsilon(events, delta, accountant="pld"):

@@ -1,10 +1,10 @@
 """Sums over all records, once: what they cost, when they are charged, and their noise."""
 
 import math
-from statistics import NormalDist
 
 import pytest
 import torch
+from tests.recounted import gaussian_delta
 
 from fedpact.common.errors import InputError
 from fedpact.common.randomness.secure import SecureDraws
@@ -19,20 +19,14 @@ def free(*_):
     """Charge nothing."""
 
 
-def delta_of(mu, eps):
-    """δ(ε) of a Gaussian mechanism with sensitivity over deviation μ (Balle and Wang 2018)."""
-    cdf = NormalDist().cdf
-    return cdf(mu / 2 - eps / mu) - math.exp(eps) * cdf(-mu / 2 - eps / mu)
-
-
 @pytest.mark.parametrize("times", [1, 7])
 @pytest.mark.parametrize("budget", [Budget(0.5, 1e-5), Budget(2.0, 1e-6)])
 def test_it_costs_the_given_budget(times, budget):
     """By the closed form: m channels with σ and n releases are one Gaussian with μ = √(mn) / σ."""
     found = FullDataRelease.within("evaluation", BOUNDS, times, budget)
     mu = math.sqrt(3 * times) / found.sigma
-    assert delta_of(mu, budget.epsilon) <= budget.delta
-    assert delta_of(1.01 * mu, budget.epsilon) > budget.delta
+    assert gaussian_delta(mu, budget.epsilon) <= budget.delta
+    assert gaussian_delta(1.01 * mu, budget.epsilon) > budget.delta
     assert found.history == {found.event: times}
     assert found.event.q == 1.0
 

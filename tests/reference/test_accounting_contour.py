@@ -8,7 +8,8 @@ import mpmath as mp
 import numpy as np
 import pytest
 from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr
+from scipy.special import ndtr
+from tests.recounted import gaussian_delta
 
 from fedpact.privacy.accounting import characteristic_function, gaussian, pld
 from fedpact.privacy.accounting.accountant import (
@@ -125,10 +126,6 @@ def test_the_finer_of_grid_and_integral_is_taken():
     found = pld.pld_epsilon(terms, delta)
     assert delta_of_few([(1e-4, 0.8)], found) <= delta < delta_of_few([(1e-4, 0.8)], found * 0.99)
     assert found < characteristic_function.contour_epsilon(terms, delta) / 2
-
-
-def gaussian_delta(mu, e):
-    return float(ndtr(mu / 2 - e / mu) - math.exp(e + log_ndtr(-mu / 2 - e / mu)))
 
 
 @pytest.mark.parametrize("c", [2.0, 6.0])

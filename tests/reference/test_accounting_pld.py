@@ -10,18 +10,14 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld import privacy_loss_distribution as library
 from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr
+from scipy.special import ndtr
+from tests.recounted import gaussian_delta
 
 from fedpact.privacy.accounting import calibration, gaussian, group_privacy, pld
 from fedpact.privacy.accounting.accountant import Budget
 
 
-def gaussian_delta(mu: float, epsilon: float) -> float:
-    """Balle, Wang 2018, Theorem 8: the exact δ of a Gaussian with sensitivity/deviation μ."""
-    return float(ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))
-
-
-def exact_epsilon(delta_at, delta: float, top: float) -> float:
+def exact_epsilon(delta_at, delta, top):
     return brentq(lambda e: delta_at(e) - delta, 0.0, top, xtol=1e-13, rtol=1e-13)
 
 
@@ -98,7 +94,7 @@ def test_its_own_transforms_rounding_never_lowers_epsilon(monkeypatch, module):
     [(0.015, 1.1, 1e-5), (0.5, 0.7, 1e-6), (1e-3, 0.6, 1e-6), (0.9, 3.0, 1e-8)],
 )
 def test_sampled_release_is_within_0_1_percent_of_exact(q, sigma, delta):
-    def delta_at(epsilon: float) -> float:
+    def delta_at(epsilon):
         """The larger δ of the two directions, from the loss's inverse in x."""
         both = []
         for sign in (1, -1):

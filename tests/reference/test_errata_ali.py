@@ -14,7 +14,7 @@ ETA, BATCH, SIGMA, CLIP = 0.5, 75, 1.1, 0.1  # the paper's settings
 RATE, DELTA = 0.015, 1e-5
 
 
-def drift(x: float, s: float, beta: float, eta: float = ETA) -> float:
+def drift(x, s, beta, eta=ETA):
     """h(x) with one and the same s = ξ + 2 sqrt(d) σ C / B in both terms."""
     return s / beta * ((eta * beta + 1) ** x - 1) - eta * s * x
 
@@ -23,7 +23,7 @@ def test_a1_the_printed_h_of_one_iteration_is_not_zero():
     xi, beta, d = 1.0, 2.0, 4
     noise = 2 * math.sqrt(d) * SIGMA * CLIP
 
-    def printed(x: float) -> float:
+    def printed(x):
         grown = (xi + noise / BATCH) / beta * ((ETA * beta + 1) ** x - 1)
         return grown - ETA * (xi + noise) / BATCH * x
 
@@ -44,7 +44,7 @@ def test_a2_one_iteration_has_a_distance_though_h_is_zero():
     assert distance > 0.04
 
 
-def mean_norm(d: int) -> float:
+def mean_norm(d):
     """E‖N(0, I_d)‖, the mean of the chi distribution."""
     return math.sqrt(2) * math.exp(math.lgamma((d + 1) / 2) - math.lgamma(d / 2))
 
@@ -66,7 +66,7 @@ def test_a4_lemma_7_needs_the_squared_distance():
     assert gain >= factor / x**2  # ω of Lemma 7
 
 
-def best_tau(total, kappa: float = 100.0, most: int = 60) -> int:
+def best_tau(total, kappa=100.0, most=60):
     """The argmin of G for iterations T = total(τ): the argmax of T (η - ρ h(τ)/(τ κ))."""
     bracket = {t: ETA - drift(t, s=1.0, beta=0.1) / (t * kappa) for t in range(1, most + 1)}
     return max((t for t in bracket if bracket[t] > 0), key=lambda t: total(t) * bracket[t])
@@ -97,7 +97,7 @@ def test_a7_x_and_its_cube_differ_by_less():
 
 
 @cache
-def moment(order: int, q: float = RATE, sigma: float = SIGMA) -> mp.mpf:
+def moment(order, q=RATE, sigma=SIGMA):
     """A_α for a whole order, by its finite sum (17); it exceeds float64 for large orders."""
     return mp.fsum(
         mp.binomial(order, k)
@@ -108,7 +108,7 @@ def moment(order: int, q: float = RATE, sigma: float = SIGMA) -> mp.mpf:
     )
 
 
-def mironov(steps: int, *, logarithm: bool = True) -> float:
+def mironov(steps, *, logarithm=True):
     """The least ε over the paper's orders 2..64, by (14), with the logarithm or as printed."""
     cost = mp.log if logarithm else mp.mpf
     return min(float((steps * cost(moment(a)) - mp.log(DELTA)) / (a - 1)) for a in range(2, 65))
@@ -155,7 +155,7 @@ def test_a10_the_last_round_can_exceed_the_budget():
     assert mironov(steps) > budget
 
 
-def smoothness_sent(curvatures: list[float], w_i: float, w: float) -> float:
+def smoothness_sent(curvatures, w_i, w):
     """β_i of a site with F_i(w) = mean of a_j w²/2, as Algorithm 2 sends it."""
     a = sum(curvatures) / len(curvatures)
     return abs(a * w_i - a * w) / abs(w_i - w)

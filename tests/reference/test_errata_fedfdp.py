@@ -30,16 +30,16 @@ def test_f2_equation_8_omits_the_weights_of_its_derivation():
     # F_i = (w - c_i)²/2, so that Δ_i = F_i - F is exact at the same w.
     p, centre, lam, w, h = (0.9, 0.1), (0.0, 2.0), 0.5, 0.7, 1e-5
 
-    def losses(w: float) -> tuple[list[float], float]:
+    def losses(w):
         each = [(w - c) ** 2 / 2 for c in centre]
         return each, sum(a * b for a, b in zip(p, each, strict=True))
 
-    def objective(w: float, weights: tuple[float, float]) -> float:
+    def objective(w, weights):
         each, mean = losses(w)
         spread = sum(a * (b - mean) ** 2 for a, b in zip(weights, each, strict=True))
         return mean + lam / 2 * spread
 
-    def slope(weights: tuple[float, float]) -> float:
+    def slope(weights):
         return (objective(w + h, weights) - objective(w - h, weights)) / (2 * h)
 
     each, mean = losses(w)
@@ -50,10 +50,10 @@ def test_f2_equation_8_omits_the_weights_of_its_derivation():
     assert abs(slope((1.0, 1.0)) - step) > 0.1 * abs(step)  # (8)
 
 
-def exact_epsilon(q: float, sigma: float, delta: float) -> float:
+def exact_epsilon(q, sigma, delta):
     """The least ε of one sampled Gaussian at δ, by the closed form of both directions."""
 
-    def delta_at(eps: float) -> float:
+    def delta_at(eps):
         found = 0.0
         for sign in (1, -1):
             level = math.exp(sign * eps) - 1 + q
@@ -68,7 +68,7 @@ def exact_epsilon(q: float, sigma: float, delta: float) -> float:
     return brentq(lambda e: delta_at(e) - delta, 0.0, 60.0)
 
 
-def claimed(q: float, sigmas: tuple[float, float], steps: int, delta: float) -> float:
+def claimed(q, sigmas, steps, delta):
     """(27): separately amplified Rényi costs, added; over many orders, in the paper's favour."""
     total = steps * sum(rdp.renyi(q, sigma) for sigma in sigmas)
     return rdp.to_epsilon(total, delta, "balle")
@@ -146,7 +146,7 @@ def test_f6_the_mean_as_bound_only_falls():
     assert bound < 0.004  # and F~ with it, where the mean loss is 1
 
 
-def convergence(t: int, a: float, c: float, start: float, factor: float = 1.0) -> float:
+def convergence(t, a, c, start, factor=1.0):
     """(18) with L = μ = 1: (1/2t)(factor A/(2 C_t - 1) + Δ1)."""
     return (factor * a / (2 * c - 1) + start) / (2 * t)
 
@@ -202,7 +202,7 @@ def coefficients(g, q0, q1, gap, noise, start, smooth, convex2):
     )
 
 
-def ratio(lam: float, a: tuple[float, ...]) -> float:
+def ratio(lam, a):
     """F(λ) of (19)."""
     return (a[0] * lam**3 + a[1] * lam**2 + a[2] * lam + a[3]) / (a[4] * lam + 1)
 

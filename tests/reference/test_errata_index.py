@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def defined_in(files) -> set[str]:
+def defined_in(files):
     return {
         name
         for path in files
@@ -17,7 +17,7 @@ def defined_in(files) -> set[str]:
     }
 
 
-def named_in(page: str) -> Counter[str]:
+def named_in(page):
     return Counter(re.findall(r"`(test_\w+)`", (ROOT / "docs" / page).read_text(encoding="utf-8")))
 
 
@@ -31,7 +31,7 @@ def test_every_named_test_exists(page):
 def test_every_erratum_has_its_tests_and_every_test_its_erratum():
     page = (ROOT / "docs" / "notes" / "errata.md").read_text(encoding="utf-8")
     files = [p for p in (ROOT / "tests/reference").glob("test_errata_*.py") if p != Path(__file__)]
-    listed: set[str] = set()
+    listed = set()
     for entry in re.split(r"^### ", page, flags=re.M)[1:]:
         label = entry.split(".")[0].lower()
         names = set(re.findall(r"`(test_\w+)`", entry))

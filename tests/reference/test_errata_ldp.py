@@ -3,7 +3,6 @@
 """
 
 import math
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -12,32 +11,32 @@ from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import binom
+from tests.recounted import gaussian_delta
 
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 
 RATE, DELTA = 1e-3, 1e-4  # the paper's settings
 DIMENSION, USERS, GRADIENT = 1e4, 100, 5.0
-Log = Callable[[float], float]
 
 
-def proposed(eps: float, delta: float, steps: float, q: float, log: Log = math.log) -> float:
+def proposed(eps, delta, steps, q, log=math.log):
     """(10) without its O(·): the least σ_k²."""
     correction = log(2 * log(1 / delta)) + 1 - log(eps)
     bracket = 2 / eps**2 * log(1 / delta) + 1 / eps - 2 / eps**2 * correction
     return 4 * q**2 / (1 - q) * steps * bracket
 
 
-def moments(eps: float, delta: float, steps: float, q: float, log: Log = math.log) -> float:
+def moments(eps, delta, steps, q, log=math.log):
     """MA of Table 1 without its O(·)."""
     return 4 * q**2 / (1 - q) * steps * (2 / eps**2 * log(1 / delta) + 1 / eps)
 
 
-def optimal(eps: float, delta: float, steps: float, q: float, log: Log = math.log) -> float:
+def optimal(eps, delta, steps, q, log=math.log):
     """AC2 of Table 1."""
     return 4 * q**2 / (1 - q) * 8 * steps * log(math.e + eps / delta) / eps**2
 
 
-def advanced(eps: float, delta: float, steps: float, q: float, log: Log = math.log) -> float:
+def advanced(eps, delta, steps, q, log=math.log):
     """AC1, with (13) put right; `log` in the last formula only."""
     rest = 1e-5
     each = brentq(
@@ -49,14 +48,14 @@ def advanced(eps: float, delta: float, steps: float, q: float, log: Log = math.l
     return 4 * q**2 / (1 - q) * 2 * log(1.25 / each_delta) / each**2
 
 
-def conditions_hold(variance: float, eps: float, delta: float, q: float) -> bool:
+def conditions_hold(variance, eps, delta, q):
     """(8) and (9)."""
     sigma = math.sqrt(variance)
     least = 2 * math.log(1 / delta) * max(delta, 1 / (variance * math.log(1 / (q * sigma))))
     return q < 1 / (16 * sigma) and sigma >= 1 and eps > least
 
 
-def delta_of_counting(q: float, multiplier: float, steps: int, eps: float, level: float) -> float:
+def delta_of_counting(q, multiplier, steps, eps, level):
     """A lower bound on δ at ε: how often of T times a release lies above a level, both laws.
 
     A record that turns the clipped mean round moves the release by its whole sensitivity, so the
@@ -98,19 +97,13 @@ def test_l1_the_bracket_can_be_negative():
     assert proposed(0.05, 1e-2, 1000, RATE) < 0  # a negative variance
 
 
-def gaussian_delta(multiplier: float, eps: float) -> float:
-    """Balle, Wang 2018, Theorem 8: exact for one Gaussian release."""
-    mu = 1 / multiplier
-    return float(ndtr(mu / 2 - eps / mu) - math.exp(eps) * ndtr(-mu / 2 - eps / mu))
-
-
 def test_l2_equation_13_is_not_the_gaussian_mechanism():
     eps, delta = 0.1, 1e-5  # without the factor for sampling and sensitivity, which is 1 here
     printed = math.sqrt(2 / eps * math.log(4 / (5 * delta)))
     right = math.sqrt(2 * math.log(1.25 / delta)) / eps
     assert (printed, right) == (pytest.approx(15.03, abs=0.01), pytest.approx(48.45, abs=0.01))
-    assert gaussian_delta(printed, eps) > 100 * delta
-    assert gaussian_delta(right, eps) < delta
+    assert gaussian_delta(1 / printed, eps) > 100 * delta
+    assert gaussian_delta(1 / right, eps) < delta
 
 
 def test_l3_utility_bound_fails_where_clipping_moves_optimum():
@@ -155,24 +148,24 @@ def test_l3_the_step_of_the_proof_that_fails():
     assert product_of < clip / largest * product_of
 
 
-def noise_entropy(variance: float, d: float, clip: float) -> float:
+def noise_entropy(variance, d, clip):
     """(48)."""
     return d / 2 * math.log(2 * math.pi * math.e * clip**2 * variance)
 
 
-def rate_bound(variance: float, d: float, clip: float) -> float:
+def rate_bound(variance, d, clip):
     """(12), in nats."""
     return d * math.log(2 * math.pi * math.e * clip**2 * math.sqrt(variance) / math.sqrt(d))
 
 
-def entropy_of_sum(clip: float, sigma: float) -> float:
+def entropy_of_sum(clip, sigma):
     """h(X + Z) by integration: X uniform on [-C, C], Z normal with deviation C σ, d = 1."""
     s = clip * sigma
 
-    def density(y: float) -> float:
+    def density(y):
         return float(ndtr((y + clip) / s) - ndtr((y - clip) / s)) / (2 * clip)
 
-    def integrand(y: float) -> float:
+    def integrand(y):
         p = density(y)
         return -p * math.log(p) if p > 0 else 0.0
 
@@ -206,7 +199,7 @@ def test_l4_summand_entropies_do_not_bound_the_sums():
     assert entropy > 2 * math.log(a)
 
 
-def utility(variance: float, steps: float) -> float:
+def utility(variance, steps):
     """(11) for K equal users, λ = μ = C = 1, as the paper evaluates it."""
     return steps / GRADIENT**2 * min(0.5, 1 / (1 + DIMENSION * variance / USERS))
 

@@ -34,10 +34,10 @@ def test_n1_one_record_moves_a_trained_model_by_twice_the_clip():
     assert (sum(alone) + clip) / m - (sum(alone) - clip) / m == pytest.approx(2 * clip / m)
 
 
-def exact_epsilon(sigma: float, delta: float) -> float:
+def exact_epsilon(sigma, delta):
     """The least ε of a Gaussian of sensitivity 1 at δ (Balle and Wang, arXiv 1805.06530)."""
 
-    def off(eps: float) -> float:
+    def off(eps):
         second = math.exp(eps + float(log_ndtr(-1 / (2 * sigma) - eps * sigma)))
         return float(ndtr(1 / (2 * sigma) - eps * sigma)) - second - delta
 

@@ -7,22 +7,22 @@ import pytest
 from scipy.optimize import brentq
 
 
-def sarah_most(beta: float) -> float:
+def sarah_most(beta):
     """The upper bound of (13)."""
     return (5 * beta**2 - 4 * beta) / 8
 
 
-def least_a(tau: int) -> float:
+def least_a(tau):
     """The least a > 0 with a - 4 >= 4 sqrt(a (τ + 1)): a quadratic inequality in sqrt(a)."""
     return 4 * (math.sqrt(tau + 1) + math.sqrt(tau + 2)) ** 2
 
 
-def svrg_allows(tau: int, beta: float) -> bool:
+def svrg_allows(tau, beta):
     """The upper bound of (14) at the best a, which is the least."""
     return tau <= sarah_most(beta) / least_a(tau) - 2
 
 
-def svrg_most(beta: float) -> int | None:
+def svrg_most(beta):
     allowed = [tau for tau in range(math.ceil(beta) + 5) if svrg_allows(tau, beta)]
     return max(allowed, default=None)
 
@@ -44,7 +44,7 @@ def test_v1_svrg_upper_bound_grows_like_beta():
     assert slopes[-1] < math.sqrt(5 / 128) < 1.02 * slopes[-1]
 
 
-def least_tau(beta: float, theta: float, mu: float, smooth: float, weak: float) -> float:
+def least_tau(beta, theta, mu, smooth, weak):
     """The lower bound of (13) and (14)."""
     excess = mu - weak
     return 3 * (beta**2 * smooth**2 + mu**2) / (theta**2 * excess * smooth * (beta - 3))
@@ -95,7 +95,7 @@ def test_v4_crossing_bounds_is_not_the_fewest_iterations():
     assert fewer < 225 < 395 < sarah_most(larger)
 
 
-def time_per_gain(mu: float, beta: float, tau: float, gamma: float) -> float:
+def time_per_gain(mu, beta, tau, gamma):
     """(20) at L = 1, λ = 0.5, σ̄² = 1, with the least θ that (13) allows; inf where Θ <= 0."""
     theta2, excess = least_tau(beta, 1.0, mu, 1.0, 0.5) / tau, mu - 0.5
     lost = math.sqrt(4 * theta2) + 2 / excess * math.sqrt((1 + theta2) * 2)

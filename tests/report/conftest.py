@@ -1,17 +1,12 @@
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedpact.common.messages import RoundRecord, SiteScore
 
-Build = Callable[..., Path]
 
-
-def record(number: int, sites: list[str], private: bool) -> RoundRecord:
+def record(number, sites, private):
     scored = number % 2 == 0
     scores = {s: SiteScore(0.5 + 0.4 * i / len(sites), 1.0, 10) for i, s in enumerate(sites)}
     return RoundRecord(
@@ -28,7 +23,7 @@ def record(number: int, sites: list[str], private: bool) -> RoundRecord:
     )
 
 
-def terms(epsilon: float) -> dict[str, Any]:
+def terms(epsilon):
     return {
         "size": 120.0,
         "rate": 0.25,
@@ -49,18 +44,17 @@ def build(tmp_path):
     return builder(tmp_path)
 
 
-def builder(tmp_path: Path) -> Build:
+def change(folder, name, **entries):
+    """Put other entries into one of a folder's documents."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    return folder
+
+
+def builder(tmp_path):
     """What the fixture is, for a folder of one's own."""
 
-    def write(
-        sites: list[str],
-        *,
-        private: bool = True,
-        rounds: int = 4,
-        budgets: list[float] | None = None,
-        labels: tuple[str, ...] = ("cat", "dog"),
-        **changes: Any,
-    ) -> Path:
+    def write(sites, *, private=True, rounds=4, budgets=None, labels=("cat", "dog"), **changes):
         budgets = budgets or [2.0] * len(sites)
         records = [record(number, sites, private) for number in range(rounds + 1)]
         records[-1] = replace(records[-1], **changes)

@@ -1,9 +1,6 @@
 """The audit on a run's page: the bound beside the claim, and a mark where the claim falls."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,11 +8,10 @@ from fedpact.common.errors import DataError
 from fedpact.report.page import build_headline, write_report
 from fedpact.report.run_summary import read_run
 
-Build = Callable[..., Path]
 SITES = ["north", "south"]
 
 
-def audit(**changes: Any) -> dict[str, Any]:
+def audit(**changes):
     """What `fedpact audit` writes: one ε of 0.23149, one noise, all as they should be."""
     whole = {
         "method": "one-run",
@@ -42,13 +38,13 @@ def audit(**changes: Any) -> dict[str, Any]:
     }
 
 
-def shown(folder: Path, document: dict[str, Any] | None) -> str:
+def shown(folder, document):
     if document is not None:
         (folder / "audit.json").write_text(json.dumps(document))
     return " ".join(write_report(folder).read_text(encoding="utf-8").split())
 
 
-def row(*cells: str) -> str:
+def row(*cells):
     named = zip(("measured", "at best", "claimed", "δ", "confidence"), cells, strict=False)
     return "".join(f'<td class="n" data-of="{of}">{cell}</td>' for of, cell in named)
 

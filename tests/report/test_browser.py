@@ -6,13 +6,11 @@ entries: what is longer is folded away, but for a table's rows.
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.browser import cells, chromium, look, opened, printed
 
-from fedpact.report.compared_runs import Comparison, SweepPoint
+from fedpact.report.compared_runs import SweepPoint
 from fedpact.report.comparison import document, write_comparison
 from fedpact.report.page import write_report
 
@@ -40,9 +38,7 @@ def pages(tmp_path_factory):
     """Every kind of page, of runs whose files are written by hand."""
     root = tmp_path_factory.mktemp("pages")
 
-    def run(
-        name: str, sites: list[str], privacy: dict[str, Any] | None = None, **more: Any
-    ) -> Path:
+    def run(name, sites, privacy=None, **more):
         (root / name).mkdir()
         folder = builder(root / name)(sites, **more)
         told = json.loads((folder / "privacy.json").read_text())
@@ -80,7 +76,7 @@ def pages(tmp_path_factory):
     }
 
 
-def comparison(root: Path, epsilons: dict[str, float | None]) -> Comparison:
+def comparison(root, epsilons):
     for name, epsilon in epsilons.items():
         for seed in (1, 2):
             top = 0.6 + 0.03 * seed + (epsilon or 9) / 40
@@ -150,7 +146,7 @@ def test_the_meaning_is_on_the_first_screen(browser, pages):
                 assert order.index("Configuration") > order.index("What was sent")
 
 
-def close(shown: str, exact: float, digits: int = 4) -> bool:
+def close(shown, exact, digits=4):
     """Whether a figure as printed is the file's, to so many significant digits."""
     number = float(shown.replace(",", "").split()[0])
     return abs(number - exact) <= 10.0 ** (math.floor(math.log10(abs(exact) or 1)) - digits + 1)

@@ -5,8 +5,6 @@ import math
 import re
 import statistics
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +29,7 @@ from fedpact.report.comparison import (
 from fedpact.report.comparison_charts import curve, draw_paired, series, sweeps
 from fedpact.studies.compare import read_plans
 
-from .conftest import terms
+from .conftest import change, terms
 from .test_page import Page
 
 SITES = ["a", "b"]
@@ -50,17 +48,17 @@ PLAN = {
 
 
 def put(
-    folder: Path,
-    name: str,
-    seed: int,
-    accuracies: dict[int, float],
+    folder,
+    name,
+    seed,
+    accuracies,
     *,
-    epsilon: float | None = 1.0,
-    status: str | None = "finished",
-    train: tuple[int, ...] = (0, 1),
-    averaged: float | None = None,
-    **plan: Any,
-) -> None:
+    epsilon=1.0,
+    status="finished",
+    train=(0, 1),
+    averaged=None,
+    **plan,
+):
     """Write a run's folder: accuracy by round; every site spends `epsilon`, round by round."""
     path = run_folder(folder, name, seed)
     path.mkdir(parents=True)
@@ -99,7 +97,7 @@ def put(
         "sites": {site: terms(2.0) for site in SITES} if private else {},
     }
     mode = {} if private else {"privacy": {"mode": "none"}}
-    documents: dict[str, Any] = {
+    documents = {
         "plan": {**PLAN, "seed": seed, **mode, **plan},
         "privacy": privacy,
         "partition": {
@@ -116,20 +114,20 @@ def put(
     (path / "rounds.jsonl").write_text("".join(r.to_json() + "\n" for r in records))
 
 
-def read(folder: Path, names: list[str], seeds: Any, failed: Any = None) -> Comparison:
+def read(folder, names, seeds, failed=None):
     """Read with the plan of each entry's first run, where it has one."""
     found = {name: sorted(folder.glob(f"{name}/*/plan.json")) for name in names}
     plans = {n: json.loads(paths[0].read_text()) if paths else PLAN for n, paths in found.items()}
     return Comparison(folder, read_compared(folder, plans, seeds, failed or {}))
 
 
-def swept(found: Comparison, points: dict[str, SweepPoint]) -> Comparison:
+def swept(found, points):
     """The comparison with its entries' places in a sweep."""
     entries = [replace(e, point=points.get(e.name, SweepPoint("", {}))) for e in found.entries]
     return replace(found, entries=entries)
 
 
-def cells(comparison: Comparison, row: int = 0) -> dict[str, str]:
+def cells(comparison, row=0):
     """A row of the comparison's table, by heading."""
     found = comparison_table(comparison)
     return dict(zip(found.headings, found.rows[row][1:], strict=True))
@@ -142,7 +140,7 @@ def put_all(folder, finals):
             put(folder, name, seed, {0: 0.1, 2: final})
 
 
-def two(folder: Path, **second: Any) -> Comparison:
+def two(folder, **second):
     """Two entries of two seeds each; the second's runs are changed."""
     for seed, final in ((3, 0.6), (4, 0.8)):
         put(folder, "one", seed, {0: 0.2, 4: final}, epsilon=1.0 + seed / 10)
@@ -210,13 +208,9 @@ def test_epsilon_is_the_largest_of_all_runs_and_rounded_up(tmp_path):
 def test_epsilon_covers_held_out_records(tmp_path):
     put(tmp_path, "x", 0, {0: 0.1, 2: 0.5}, epsilon=1.0)
     path = run_folder(tmp_path, "x", 0)
-    privacy, summary = (
-        json.loads((path / f).read_text()) for f in ("privacy.json", "summary.json")
-    )
-    privacy["evaluation"] = {"epsilon_reserved": 4.0, "delta": 1e-3}
-    (path / "privacy.json").write_text(json.dumps(privacy))
-    summary["evaluation"] = {"epsilon_spent": {"a": 3.5, "b": 2.5}, "figures": []}
-    (path / "summary.json").write_text(json.dumps(summary))
+    change(path, "privacy", evaluation={"epsilon_reserved": 4.0, "delta": 1e-3})
+    spent = {"epsilon_spent": {"a": 3.5, "b": 2.5}, "figures": []}
+    change(path, "summary", evaluation=spent)
     (told,) = guarantees(read(tmp_path, ["x"], [0]))
     assert told.startswith("x: (ε, δ) = (3.5, 0.001)")
     assert "trained on or held out" in told
@@ -424,8 +418,7 @@ def test_the_page_fetches_nothing_and_is_well_formed(tmp_path):
 @pytest.mark.parametrize("pooled", [True, False])
 def test_held_out_records_in_a_test_sets_place_are_marked(tmp_path, pooled):
     put(tmp_path, "x", 0, {0: 0.1, 3: 0.5})
-    path = run_folder(tmp_path, "x", 0) / "privacy.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "accuracy_pooled": pooled}))
+    change(run_folder(tmp_path, "x", 0), "privacy", accuracy_pooled=pooled)
     text = Page(write_comparison(read(tmp_path, ["x"], [0]))).text
     assert ("Accuracy against rounds simulator only" in text) == pooled
     assert ("on the public test set" in text) == (not pooled)
@@ -608,8 +601,7 @@ def test_the_table_says_what_each_did(tmp_path):
     expected = [(name, "0", "0.5", "0", "–", "2.5") for name in ("one", "two")]
     assert effort(comparison).rows == expected
     for path in tmp_path.glob("two/*/"):
-        summary = json.loads((path / "summary.json").read_text())
-        (path / "summary.json").write_text(json.dumps({**summary, "records_read": 600.0}))
+        change(path, "summary", records_read=600.0)
         lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
         text = "".join(json.dumps({**line, "steps": line["round"]}) + "\n" for line in lines)
         (path / "rounds.jsonl").write_text(text)

@@ -25,7 +25,7 @@ SIGNS = {
 }
 
 
-def plain(tex: str) -> str:
+def plain(tex):
     for code, sign in SIGNS.items():
         tex = tex.replace(code, sign)
     return tex

@@ -1,15 +1,13 @@
 """What trying costs, from ledgers that were made for it: every figure is known."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from fedpact.common.errors import DataError
 from fedpact.privacy.accounting import shared_noise
-from fedpact.privacy.accounting.accountant import Budget, History, SampledGaussian, epsilon
+from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, epsilon
 from fedpact.privacy.accounting.tuning_cost import LAWS, winner_epsilon
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.ledger import Ledger
@@ -21,17 +19,7 @@ CHEAP = {SampledGaussian(0.05, 4.0): 100}
 DEAR = {SampledGaussian(0.1, 2.0): 30}
 
 
-def run(
-    path: Path,
-    *,
-    honest: int = 0,
-    expose: bool = False,
-    delta: float = DELTA,
-    unit: str = "record",
-    held: History | None = None,
-    split: str = "",
-    **sites: History,
-) -> Any:
+def run(path, *, honest=0, expose=False, delta=DELTA, unit="record", held=None, split="", **sites):
     """A run's folder with the ledgers of its sites, of which a run may have charged nothing.
 
     held: what is promised for the records that `split` holds out.
@@ -73,7 +61,7 @@ LOOKS = {SampledGaussian(1.0, 6.0): 1}
 def test_record_pays_for_training_or_for_evaluation(tmp_path):
     """Two runs of one split: one of both sides in both. Unlike splits: any of four ways."""
 
-    def found(second: str) -> Any:
+    def found(second):
         there = tmp_path / second
         runs = [
             run(there / name, held=LOOKS, split=split, a=events)

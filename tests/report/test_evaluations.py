@@ -1,8 +1,6 @@
 """What sites released stands in the report and in a comparison, with intervals and by group."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,12 +29,12 @@ def runs(tmp_path_factory):
     return folder
 
 
-def figures(folder: Path, seed: int) -> dict[tuple[str, str], dict[str, float]]:
+def figures(folder, seed):
     found = json.loads((run_folder(folder, "fedavg", seed) / "summary.json").read_text())
     return {(f["name"], f["about"]): f for f in found["evaluation"]["figures"]}
 
 
-def cells(**texts: str) -> str:
+def cells(**texts):
     """Return a table's cells, heading -> text."""
     return "".join(f'<td class="n" data-of="{of}">{text}</td>' for of, text in texts.items())
 
@@ -82,7 +80,7 @@ def test_report_shows_groups_gap_and_evaluated_rounds(runs):
 @pytest.mark.parametrize("nothing", ["no privacy", "no releases"])
 def test_simulation_shows_exact_rates_where_none_are_released(tmp_path, nothing):
     table = people(tmp_path / "people.csv", rows=300)
-    tables: dict[str, Any] = {"rounds": 2, "sites": 2}
+    tables = {"rounds": 2, "sites": 2}
     tables["evaluation"] = {**table["evaluation"], "every": 1}
     if nothing == "no privacy":
         tables["privacy"] = {"mode": "none"}

@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,8 +11,10 @@ from fedpact.common.errors import PlanError
 from fedpact.common.format import upper
 from fedpact.plan import Plan
 from fedpact.report.model_card import SIMULATED, about_of, render_model_card
-from fedpact.report.run_summary import RunSummary, read_run
+from fedpact.report.run_summary import read_run
 from fedpact.simulation.statement import describe_masks
+
+from .conftest import change
 
 yaml = pytest.importorskip("yaml")
 
@@ -29,16 +29,13 @@ ABOUT = {
 NAMES = [f"Hospital {letter}|*" for letter in "ABCDEFGHIJKL"]
 
 
-def run_of(folder: Path, privacy: dict[str, Any] | None = None, **about: Any) -> RunSummary:
+def run_of(folder, privacy=None, **about):
     """The run of a folder whose privacy.json and [about] have these entries more."""
-    path = folder / "privacy.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | (privacy or {})))
-    plan = json.loads((folder / "plan.json").read_text())
-    (folder / "plan.json").write_text(json.dumps({**plan, "about": about}))
-    return read_run(folder)
+    change(folder, "privacy", **(privacy or {}))
+    return read_run(change(folder, "plan", about=about))
 
 
-def card_of(run: RunSummary) -> str:
+def card_of(run):
     return render_model_card(run, about_of(run.plan, ()))
 
 
@@ -182,7 +179,7 @@ def test_only_statements_about_a_run_can_be_added_later(change, message):
 
 def test_card_lists_non_default_settings_and_no_places(build):
     of = run_of(build(NAMES))
-    changes: dict[str, Any] = {
+    changes = {
         "sampling_rate": 0.25,
         "policy": "/home/someone/policy.toml",
         "data": "/home/someone/hearts.csv",

@@ -1,10 +1,8 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,8 @@ from fedpact.report.meaning import explain_run, stake
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import read_run
 
-from .conftest import builder
+from .conftest import builder, change
 
-Build = Callable[..., Path]
 FIVE = [f"clinic-{i}" for i in range(5)]
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 
@@ -24,7 +21,7 @@ VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 class Page(HTMLParser):
     """A page taken apart: its text, its attributes; tags that are not closed in order."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__()
         self.words: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []
@@ -35,32 +32,32 @@ class Page(HTMLParser):
         self.feed(self.source)
         self.crossed += self._open
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += [(tag, key, value or "") for key, value in attrs]
         if tag not in VOID:
             self._open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += [(tag, key, value or "") for key, value in attrs]
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         if not self._open or self._open.pop() != tag:
             self.crossed.append(tag)
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.words.append(data)
 
     @property
-    def text(self) -> str:
+    def text(self):
         return re.sub(r"\s+", " ", " ".join(self.words))
 
-    def titles(self) -> list[str]:
+    def titles(self):
         return [value for tag, key, value in self.attributes if (tag, key) == ("svg", "aria-label")]
 
 
-def page(folder: Path) -> Page:
+def page(folder):
     path = write_report(folder)
     assert path == folder / "report.html"
     return Page(path)
@@ -100,9 +97,8 @@ def test_it_is_well_formed_and_says_nothing_of_nothing(five):
 def test_an_accuracy_has_the_interval_of_its_test_records(build):
     """Wilson's, whose ends solve (θ - share)² = z² θ (1 - θ) / n, n of records, not of sites."""
     folder = build(FIVE)
-    summary = json.loads((folder / "summary.json").read_text())
     assert "95 % interval" not in page(folder).text
-    (folder / "summary.json").write_text(json.dumps({**summary, "judged_records": 400}))
+    change(folder, "summary", judged_records=400)
     found = re.search(
         r"95 % interval ([\d.]+) % to ([\d.]+) % by 400 test records", page(folder).text
     )
@@ -131,10 +127,7 @@ def test_no_metric_is_cut_off_unless_it_is_said(build, values, ends, told):
 
 
 def test_a_digest_is_no_title_and_keys_break_at_points(build):
-    folder = build(FIVE)
-    plan = json.loads((folder / "plan.json").read_text())
-    (folder / "plan.json").write_text(json.dumps({**plan, "data": "table@0123456789abcdef"}))
-    source = page(folder).source
+    source = page(change(build(FIVE), "plan", data="table@0123456789abcdef")).source
     assert "<h1>fedavg on table</h1>" in source
     assert "settings.<wbr>learning_rate" in source
 
@@ -300,11 +293,8 @@ def test_a_diverged_run_is_reported(build):
 
 
 def test_defaults_are_distinguished_from_given_values(build):
-    folder = build(["a"])
-    plan = json.loads((folder / "plan.json").read_text())
-    plan |= {"settings": {"learning_rate": 0.125, "local_steps": 7}, "seed": 0}
-    plan["defaults"] = ["seed", "settings.local_steps"]
-    (folder / "plan.json").write_text(json.dumps(plan))
+    plan = {"settings": {"learning_rate": 0.125, "local_steps": 7}, "seed": 0}
+    folder = change(build(["a"]), "plan", **plan, defaults=["seed", "settings.local_steps"])
     source = write_report(folder).read_text().replace("<wbr>", "")
     given, left = source[source.index("<h3>Configuration") :].split("2 settings at their defaults")
     assert "<th>settings.learning_rate</th>" in given
@@ -322,9 +312,7 @@ def test_defaults_are_distinguished_from_given_values(build):
     ],
 )
 def test_the_page_says_what_a_repetition_gives(build, randomness, told):
-    folder = build(["a"])
-    privacy = json.loads((folder / "privacy.json").read_text())
-    (folder / "privacy.json").write_text(json.dumps({**privacy, "randomness": randomness}))
+    folder = change(build(["a"]), "privacy", randomness=randomness)
     assert told in " ".join(write_report(folder).read_text().split())
 
 

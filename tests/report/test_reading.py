@@ -1,6 +1,4 @@
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -9,13 +7,9 @@ from fedpact.common.run_folder import Folder
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import read_run
 
-Build = Callable[..., Path]
+from .conftest import change
+
 SITES = ["north", "south"]
-
-
-def change(folder: Path, name: str, **entries: object) -> None:
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
 def test_totals_are_sums_over_rounds(build):
@@ -51,8 +45,7 @@ def test_a_damaged_file_is_named(build, name, content):
 
 @pytest.mark.parametrize("counts", ["x", [["a"]], [[1], [1, 2]], [[1]]])
 def test_a_partition_with_other_counts_is_refused_undrawn(build, counts):
-    folder = build(SITES)
-    change(folder, "partition", label_counts=counts)
+    folder = change(build(SITES), "partition", label_counts=counts)
     with pytest.raises(DataError, match="are not what `fedpact run` writes"):
         read_run(folder)
 
@@ -75,8 +68,7 @@ def test_a_missing_folder_is_refused(tmp_path):
     ids=["a word", "null", "plain with terms", "private without terms"],
 )
 def test_a_statement_that_contradicts_itself_is_refused(build, entries):
-    folder = build(SITES)
-    change(folder, "privacy", **entries)
+    folder = change(build(SITES), "privacy", **entries)
     with pytest.raises(DataError, match="private = "):
         read_run(folder)
 

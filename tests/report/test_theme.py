@@ -10,14 +10,14 @@ from fedpact.report.page import write_report
 LINES = ("blue", "red", "green", "orange", "pink", "sky", "grey", "axis")
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     """WCAG 2's relative luminance of #rrggbb."""
     parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     r, g, b = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     low, high = sorted(map(luminance, (one, other)))
     return (high + 0.05) / (low + 0.05)
 
