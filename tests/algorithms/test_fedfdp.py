@@ -115,14 +115,6 @@ def test_the_papers_rule_only_ratchets_down():
     assert bounds[-1] < 0.1  # while the mean loss is 1
 
 
-def test_exponential_losses_are_underestimated_by_the_quantile():
-    """E[min(C_l, ℓ)] = γ E[ℓ] at C_l the γ-quantile: why the default is 0.9 and not the median."""
-    for quantile in (0.5, 0.9):
-        bound = -math.log(1 - quantile)
-        clipped = sum(min(bound, loss) for loss in LOSSES) / len(LOSSES)
-        assert clipped == pytest.approx(quantile, rel=1e-3)
-
-
 def test_site_with_fewer_records_stays_within_the_ceiling():
     """Its share of losses below is at most (1 + n/N)/2, under γ = 0.9 for n < 0.8 N."""
     settings, memory = Settings(), State()

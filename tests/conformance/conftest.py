@@ -1,14 +1,12 @@
 """Every algorithm, and what goes around one, on the federation of studies.conformance."""
 
 import itertools
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 
 from fedpact import algorithms
-from fedpact.algorithms.wrappers.base import Method
 from fedpact.studies.conformance import HandFederation, method_of, variants
 
 COMBINATIONS: list[dict[str, Any]] = [
@@ -23,7 +21,7 @@ COMBINATIONS: list[dict[str, Any]] = [
         "settings": {"local_steps": 3},
         "local": {"momentum": 0.5, "schedule": [1.0, 2.0, 0.5]},
     },
-    {"algorithm": "fedproxvr", "server": {"optimiser": "yogi"}},
+    {"algorithm": "fedproxvr", "server": {"optimiser": "yogi", "average": "exponential"}},
     {"algorithm": "fedavg", "control": {"kind": "ali", "iterations": 7}},
     {"algorithm": "fedfdp", "control": {"kind": "ali"}},
     {"algorithm": "fedproxvr", "control": {"kind": "ali"}},
@@ -31,20 +29,20 @@ COMBINATIONS: list[dict[str, Any]] = [
         "algorithm": "fedavg",
         "fairness": {"weight": 0.3},
         "control": {"kind": "ali"},
-        "server": {"optimiser": "momentum"},
+        "server": {"optimiser": "momentum", "average": "tail"},
     },
 ]
 """Tables of a plan, for what goes around an algorithm."""
 
 
-def of(tables: dict[str, Any]) -> Method:
+def of(tables):
     """The method of a plan's tables, with these beside it for the tests of an engine."""
     method = method_of(tables)
     method.tables = tables
     return method
 
 
-def variants_of(name: str) -> list[Method]:
+def variants_of(name):
     """An algorithm's variants, each with its tables."""
     found = variants(name)
     for one in found:
@@ -53,11 +51,11 @@ def variants_of(name: str) -> list[Method]:
     return found
 
 
-def new_choice() -> Callable[[Method], bool]:
+def new_choice():
     """Whether a variant makes a choice that none before it made: algorithms share their rules."""
     seen = set[frozenset[tuple[str, Any]]]()
 
-    def is_new(one: Method) -> bool:
+    def is_new(one):
         settings = one.tables["settings"].items()
         choice = frozenset(each for each in settings if each[0] != "local_steps")
         made = choice in seen
@@ -67,14 +65,14 @@ def new_choice() -> Callable[[Method], bool]:
     return is_new
 
 
-def label(tables: dict[str, Any]) -> str:
+def label(tables):
     """A test's name for a method."""
     rest = [f"{key}={value}" for key, value in tables.items() if key != "algorithm" and value]
     return "-".join([tables["algorithm"], *rest])
 
 
 @cache
-def methods() -> dict[str, list[Any]]:
+def methods():
     """Name of an argument -> its values: see `pytest_generate_tests`."""
     # What lets exact numbers out by design has tests of its own: test_ali_dpfl.
     own = [
@@ -97,7 +95,7 @@ def methods() -> dict[str, list[Any]]:
     }
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """`case` is every method: each algorithm, and each choice of a setting; of `typical` the suite
     has one variant of each algorithm. `reducible` is each algorithm that names a parent."""
     if "reducible" in metafunc.fixturenames:

@@ -50,11 +50,6 @@ def test_a_proximal_step_is_the_objectives_gradient():
     assert torch.equal(h, torch.tensor([0.5, -4.0]))
 
 
-def test_without_a_proximal_term_it_is_sgd_bit_for_bit():
-    start = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(proximal_sgd(Line(), start, 7, 0.3, 0.0), sgd(Line(), start, 7, 0.3))
-
-
 def reply(site, weight, vector, number=0.0):
     return Reply("run", 1, site, weight, {"w": vector}, {"loss": number})
 

@@ -21,19 +21,19 @@ from fedpact.common.errors import InputError
 EVEN = 1e12  # a κ at which the bracket is η to all digits that matter here
 
 
-def drawn(rng: random.Random) -> Drift:
+def drawn(rng):
     rate, rho, beta, s = (10 ** rng.uniform(-3, 1) for _ in range(4))
     return Drift(rate, rho, beta, s)
 
 
-def exact_h(drift: Drift, tau: int) -> mp.mpf:
+def exact_h(drift, tau):
     """(11) as it is written, in 60 digits."""
     with mp.workdps(60):
         eta, beta, s = map(mp.mpf, (drift.learning_rate, drift.smoothness, drift.spread))
         return s / beta * ((1 + eta * beta) ** tau - 1) - eta * s * tau
 
 
-def exact_g(drift: Drift, kappa: float, total: float, tau: int) -> mp.mpf:
+def exact_g(drift, kappa, total, tau):
     with mp.workdps(60):
         lost = mp.mpf(drift.lipschitz) * exact_h(drift, tau) / (tau * mp.mpf(kappa))
         bracket = mp.mpf(drift.learning_rate) - lost

@@ -126,19 +126,6 @@ def dataset_of(plan):
     return SimulationSetup.of(plan, None, None).dataset
 
 
-@pytest.mark.parametrize("table", KINDS)
-def test_a_resumed_run_has_the_same_average(tmp_path, table):
-    plan = Plan.parse({**SMALL, "server": {**table, "optimiser": "adam"}})
-    simulate(plan, tmp_path / "whole")
-    done = []
-    simulate(plan, tmp_path / "cut", on_round=done.append, stop=lambda: len(done) > 3)
-    assert 1 < len(done) < 5
-    simulate(plan, tmp_path / "cut")
-    for name in ("model", "average"):
-        ends = [values(tmp_path / run / f"{name}.safetensors") for run in ("whole", "cut")]
-        assert torch.equal(*ends)
-
-
 @pytest.mark.parametrize("name", ["ditto", "feddyn", "fedproxvr", "ldp_fedsgd", "scaffold"])
 def test_an_algorithm_has_an_average_of_its_models(name):
     tables = {"algorithm": name, "privacy": {"mode": "none"}, "rounds": 4}

@@ -209,20 +209,6 @@ def test_it_costs_fewer_bytes_and_no_more_epsilon(tmp_path, name):
     assert found[1]["epsilon"] == found[0]["epsilon"]
 
 
-def test_it_combines_with_the_wrappers_of_an_algorithm(tmp_path):
-    tables = (
-        {"robust": {"rule": "median"}},
-        {"fairness": {"weight": 0.1}},
-        {"control": {"kind": "ali", "iterations": 6}},
-        {"server": {"optimiser": "adam"}},
-        {"privacy": {"mode": "batch_clipped", **RDP}},
-        {"secure_aggregation": {"threshold": 2}},
-    )
-    for number, table in enumerate(tables):
-        summary = simulate(plan_of(rounds=3, **table), tmp_path / str(number)).summary
-        assert summary["status"] == "finished"
-
-
 def test_only_a_reply_that_is_one_release_has_the_coarser_grid():
     several = {"control": {"kind": "ali", "iterations": 6}}
     for tables in (several, {"algorithm": "feddyn", "settings": {"local_steps": 1}}):

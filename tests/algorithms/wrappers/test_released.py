@@ -1,6 +1,5 @@
 """Columns that are scaled by what the sites release: what is released, what it costs, how often."""
 
-import csv
 import json
 import math
 from dataclasses import replace
@@ -10,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
+from tests.policies import GENEROUS, write_policy
+from tests.recounted import charges
+from tests.tables import write_csv
 
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.cli.commands import plan as command
@@ -44,9 +46,7 @@ def table(path, n=300):
             zip(rng.integers(0, 2, n), rng.normal(50, 20, n), rng.normal(25, 4, n), strict=True)
         )
     ]
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([["sex", "age", "bmi", "out"], *rows])
-    return str(path)
+    return str(write_csv(path, ["sex", "age", "bmi", "out"], *rows))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,6 @@ def plan(data, **changes):
         "run": {"workers": 1},
     }
     return Plan.parse(asked | changes)
-
-
-def charges(folder, site):
-    lines = (folder / "sites" / site / "ledger.jsonl").read_text().splitlines()
-    return [entry for entry in map(json.loads, lines) if entry["kind"] == "charge"]
 
 
 def weights(result):
@@ -307,13 +302,9 @@ def test_the_oracle_releases_nothing_that_the_terms_do_not_have(data, tmp_path):
 
 
 def test_a_start_that_no_site_answers_ends_with_a_sentence(data, tmp_path):
-    policy = tmp_path / "policy.toml"
-    policy.write_text(
-        'algorithms = ["fedavg"]\nreleases = ["gradient"]\nepsilon_per_run = 9.0\n'
-        "delta_per_run = 0.1\nepsilon_ever = 9.0\ndelta_ever = 0.1\nsmallest_sigma = 0.1\n"
-    )
+    policy = write_policy(tmp_path / "policy.toml", **GENEROUS)
     with pytest.raises(FedpactError, match="releases columns moments are not allowed here"):
-        SimulationSetup.of(plan(data, policy=str(policy)))
+        SimulationSetup.of(plan(data, policy=policy))
 
 
 def test_options_for_raw_records_are_refused_when_declared(data, tmp_path):
