@@ -2,11 +2,8 @@
 
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ _ARGUMENTS = (
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
+def chromium():
     """A browser that is started here; without one, or without playwright, the test is skipped."""
     driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next((found for name in _NAMES if (found := shutil.which(name))), None)
@@ -33,12 +30,12 @@ def chromium() -> Iterator[Any]:
 
 
 @contextmanager
-def opened(browser: Any, path: Path) -> Iterator[tuple[Any, list[str]]]:
+def opened(browser, path):
     """A page from a file, and what it asks for beside that file; nothing of it is answered."""
     page = browser.new_page()
-    asked: list[str] = []
+    asked = []
 
-    def answer(route: Any) -> None:
+    def answer(route):
         if route.request.url == path.as_uri():
             route.continue_()
         else:
@@ -70,7 +67,7 @@ class Look:
     drawn: int
 
 
-def look(page: Any, width: int, scheme: str) -> Look:
+def look(page, width, scheme):
     """Show the page so, and measure what a reader sees."""
     page.emulate_media(media="screen", color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
@@ -85,13 +82,13 @@ def look(page: Any, width: int, scheme: str) -> Look:
     return Look(found["overflow"], hidden, faint, least, len(found["sizes"]), found["drawn"])
 
 
-def printed(page: Any) -> int:
+def printed(page):
     """Return the number of A4 pages on paper, where nothing is dark."""
     page.emulate_media(media="print")
     return len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4")))
 
 
-def cells(page: Any, selector: str) -> list[list[str]]:
+def cells(page, selector):
     """Return the texts of the rows that a selector finds."""
     taken = "row => [...row.querySelectorAll('th, td')].map(cell => cell.innerText)"
     return page.evaluate(f"s => [...document.querySelectorAll(s)].map({taken})", selector)

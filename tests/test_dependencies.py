@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def distribution(requirement: str) -> str:
+def distribution(requirement):
     return re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower().replace("_", "-")
 
 
-def imported() -> dict[str, set[str]]:
+def imported():
     """Top-level name of another's package -> files of ours that import it, anywhere in them."""
-    found = dict[str, set[str]]()
+    found = {}
     for path in (ROOT / "src").rglob("*.py"):
         for node in named_imports(path.read_text(encoding="utf-8")):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -41,7 +41,7 @@ def test_declared_dependencies_are_exactly_the_imports():
         for text in extras[name]
     }
     homes = packages_distributions()
-    used = set[str]()
+    used = set()
     for top, where in imported().items():
         names = {name.lower().replace("_", "-") for name in homes.get(top, [top])}
         assert names & (hard | asked), f"{top}, imported by {sorted(where)}, is not declared"

@@ -3,10 +3,9 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
-from tests.test_architecture import Sources, parsed, read_package, unit_of
+from tests.test_architecture import parsed, read_package, unit_of
 
 import fedpact
 
@@ -20,7 +19,7 @@ LONGEST_TEST_NAME = 60
 TESTS = Path(__file__).parent
 
 
-def definitions(source: str) -> Iterator[tuple[str, str]]:
+def definitions(source):
     """Public names at the top of a module, with what a name stands for: a value, or a place."""
     for node in parsed(source).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -35,9 +34,9 @@ def definitions(source: str) -> Iterator[tuple[str, str]]:
         yield from ((name, value) for name, value in named if not name.startswith("_"))
 
 
-def names_of_several_things(sources: Sources) -> dict[str, list[str]]:
+def names_of_several_things(sources):
     """Return name -> modules that define it otherwise than another; equal aliases are one thing."""
-    homes: dict[str, dict[str, str]] = defaultdict(dict)
+    homes = defaultdict(dict)
     for module, source in sources.items():
         if unit_of(module) in ONE_FORM:
             continue
@@ -48,7 +47,7 @@ def names_of_several_things(sources: Sources) -> dict[str, list[str]]:
     return {name: sorted(found.values()) for name, found in homes.items() if len(found) > 1}
 
 
-def long_test_names(sources: Sources) -> list[str]:
+def long_test_names(sources):
     return [
         f"{module}: {name} has {len(name)} letters"
         for module, source in sources.items()

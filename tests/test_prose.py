@@ -1,7 +1,6 @@
 """The user's pages are plain English: short sentences, common words, no phrases that came back."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ PHRASES = (
 )
 
 
-def paragraphs(text: str) -> Iterator[str]:
+def paragraphs(text):
     """Prose without code, tables, headings and marks; each item of a list is a paragraph."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
     lines = [""]
@@ -61,19 +60,19 @@ def paragraphs(text: str) -> Iterator[str]:
             yield line
 
 
-def sentences(text: str) -> list[list[str]]:
+def sentences(text):
     """The words of each sentence of a page."""
     parts = [s for p in paragraphs(text) for s in re.split(r"(?<=[.!?:])[\"')]*\s+", p)]
     found = [re.findall(r"[^\W\d_][\w'’-]*", part) for part in parts]
     return [words for words in found if words]
 
 
-def syllables(word: str) -> int:
+def syllables(word):
     word = re.sub(r"(?<=[^aeiouyl])e$|(?<=[^td])ed$", "", word.lower())
     return max(1, len(re.findall(r"[aeiouy]+", word)))
 
 
-def grade(text: str) -> float:
+def grade(text):
     """Flesch and Kincaid's grade, of sentences with at least three words."""
     read = [words for words in sentences(text) if len(words) > 2]
     words = [word for sentence in read for word in sentence]
@@ -81,12 +80,12 @@ def grade(text: str) -> float:
     return 0.39 * len(words) / len(read) + 11.8 * per_word - 15.59
 
 
-def phrases(text: str) -> list[str]:
+def phrases(text):
     prose = " ".join(" ".join(paragraphs(text)).lower().split())
     return [one for one in PHRASES if re.search(rf"\b{re.escape(one)}\b", prose)]
 
 
-def too_long(text: str) -> list[str]:
+def too_long(text):
     return [" ".join(words) for words in sentences(text) if len(words) > MOST_WORDS]
 
 

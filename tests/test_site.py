@@ -48,7 +48,7 @@ def site(tmp_path_factory):
     return out
 
 
-def text(page: Path) -> str:
+def text(page):
     return re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")).replace("&para;", "")
 
 
@@ -94,7 +94,7 @@ def test_a_browser_requests_nothing_from_other_hosts(site):
     playwright = pytest.importorskip("playwright.sync_api")
     quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
     quiet += ["--disable-background-networking", "--disable-component-update"]
-    asked: list[str] = []
+    asked = []
     with playwright.sync_playwright() as started:
         running = started.chromium.launch(executable_path=browser, args=quiet)
         page = running.new_page()
@@ -169,7 +169,7 @@ QUESTIONS = {
 STOP = re.compile(r"an?|the|[oi][nfr]|is|are|be|by|to|and|what|which|who|how|does|do|i|my|it")
 
 
-def stems(text: str) -> list[str]:
+def stems(text):
     """Words as lunr's pipeline leaves them: no stop words, endings taken off."""
     words = re.findall(r"[^\W_]+", text.lower())
     return [
@@ -182,12 +182,12 @@ def stems(text: str) -> list[str]:
 FIELDS = {"title": 10.0, "text": 1.0}  # and what a word of it counts
 
 
-def ranked(index: dict[str, list[Counter[str]]], question: str) -> list[int]:
+def ranked(index, question):
     """Documents by lunr's score: BM25 of each field (k1 = 1.2, b = 0.75), titles weighted highest.
 
     index: field -> each document's words. Of the words that are asked each is optional.
     """
-    score: Counter[int] = Counter()
+    score = Counter()
     for field, words in index.items():
         mean = sum(c.total() for c in words) / len(words)
         for term in set(stems(question)):

@@ -4,7 +4,6 @@ import ast
 import importlib
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,18 +31,18 @@ WHERE = {
 }
 
 
-def private(name: str) -> bool:
+def private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def root(node: ast.AST) -> str:
+def root(node):
     """The name that an expression begins with, as `self` of self.a().b; "" of any other."""
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def used(tree: ast.AST, own: set[str]) -> Iterator[str]:
+def used(tree, own):
     """Private and inner names of others in a file; of attributes and operators the last part.
 
     Python documents `os._exit`.
@@ -70,7 +69,7 @@ def used(tree: ast.AST, own: set[str]) -> Iterator[str]:
                     yield text
 
 
-def defined(tree: ast.AST) -> Iterator[str]:
+def defined(tree):
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(asname=str(name)):
@@ -79,18 +78,18 @@ def defined(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def all_used() -> dict[str, set[str]]:
+def all_used():
     """Name -> the files that use it."""
     files = {path: parsed(path.read_text()) for path in (ROOT / "src").rglob("*.py")}
     own = {name for tree in files.values() for name in defined(tree)}
-    found = dict[str, set[str]]()
+    found = {}
     for path, tree in files.items():
         for name in used(tree, own):
             found.setdefault(name, set()).add(path.relative_to(ROOT / "src/fedpact").as_posix())
     return found
 
 
-def last(name: str) -> str:
+def last(name):
     return name.rpartition(".")[2]
 
 

@@ -16,14 +16,14 @@ from fedpact.report import tradeoffs as tradeoffs_module
 SETTING = ("--q", "0.015", "--sigma", "1.1", "--steps", "317")
 
 
-def run(*arguments: str) -> str:
+def run(*arguments):
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
     if done.exception is not None:
         raise done.exception
     return done.stdout
 
 
-def answer(*arguments: str) -> dict:
+def answer(*arguments):
     return json.loads(run("account", *arguments, "--json"))
 
 

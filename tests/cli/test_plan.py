@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.spread import spread
@@ -175,7 +174,7 @@ def test_rounds_are_weighted_by_their_signal(budget):
     assert 0.99 * budget < spent <= budget
 
 
-PROPOSED: list[dict[str, Any]] = [
+PROPOSED = [
     {},
     {"sites": 1},
     {"sampling_rate": 1.0},

@@ -3,7 +3,7 @@ import math
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from fedpact.cli.console import show
 from fedpact.cli.main import app
@@ -27,11 +27,11 @@ def folder(tmp_path_factory):
     return simulate(plan, tmp_path_factory.mktemp("runs") / "run").folder
 
 
-def command(*arguments: str) -> Result:
+def command(*arguments):
     return CliRunner().invoke(app, ["report", *arguments], env={"COLUMNS": "200"})
 
 
-def no_constant(name: str) -> None:
+def no_constant(name):
     raise ValueError(f"{name} is no JSON")
 
 
@@ -71,7 +71,7 @@ def test_a_folder_without_a_run_is_a_data_error(tmp_path):
 
 
 def test_json_has_null_for_what_json_cannot_say(capsys):
-    def text() -> None:
+    def text():
         raise AssertionError("text was asked for")
 
     values = {"bad": [math.nan, (math.inf, -math.inf)], "good": {1: 2.5, "é": Path("a")}}

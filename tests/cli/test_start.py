@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 
-import click
 import pytest
 
 from fedpact.cli import commands
@@ -49,7 +48,7 @@ def call():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=environment, **pipes) as process:
 
-        def answer(*arguments: str, **environment: str) -> tuple[int, str, str, set[str]]:
+        def answer(*arguments, **environment):
             process.stdin.write(json.dumps([arguments, environment]) + "\n")
             process.stdin.flush()
             code, out, err = json.loads(process.stdout.readline())
@@ -69,7 +68,7 @@ def test_names_and_paths_are_printed_as_they_are(console, capsys):
     assert capsys.readouterr().out == "/runs/[b] a:b:8443\n"
 
 
-def top(modules: set[str]) -> set[str]:
+def top(modules):
     return {name.split(".")[0] for name in modules}
 
 
@@ -141,7 +140,7 @@ def test_command_has_help_and_incomplete_file_is_an_error(monkeypatch, tmp_path)
             commands.load(name)
 
 
-def each(command, name: str) -> list[tuple[str, click.Command]]:
+def each(command, name):
     inner = getattr(command, "commands", {})
     found = [pair for last, one in inner.items() for pair in each(one, f"{name} {last}")]
     return found if inner else [(name, command)]
@@ -181,7 +180,7 @@ def test_help_shows_them(call):
 def test_shell_completion_loads_nothing(call, shell):
     """And its script is printed as the README says."""
 
-    def completed(line: str) -> str:
+    def completed(line):
         given = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}  # bash
         given |= {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
         _, out, _, modules = call(**given, _FEDPACT_COMPLETE=f"complete_{shell}")

@@ -7,7 +7,6 @@ import pytest
 
 import fedpact
 from fedpact import algorithms
-from fedpact.cli.main import main
 from fedpact.common.errors import InputError, PlanError
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
@@ -54,21 +53,15 @@ def package(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def call(monkeypatch, capsys, *words):
-    monkeypatch.setattr(sys, "argv", ["fedpact", "algorithms", *words, "--json"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code, json.loads(capsys.readouterr().out or "{}")
-
-
-def test_a_brought_algorithm_is_checked(package, monkeypatch, capsys):
-    code, told = call(monkeypatch, capsys, "check", package(HALF))
-    assert (code or 0, told["violations"]) == (0, 0)
+def test_a_brought_algorithm_is_checked(package, typed):
+    done = typed("algorithms", "check", package(HALF), "--json")
+    told = json.loads(done.out)
+    assert (done.code, told["violations"]) == (0, 0)
     assert told["neutral"]["parent"] == "fedavg"
     assert told["neutral"]["apart"] == told["neutral"]["allowed"] == 0.0
 
 
-def test_what_an_algorithm_lacks_is_told(package, monkeypatch, capsys):
+def test_what_an_algorithm_lacks_is_told(package):
     bare = package(HALF.replace("NEUTRAL =", "OTHER ="))
     with pytest.raises(PlanError, match="it lacks NEUTRAL; NEUTRAL = None says"):
         algorithms.load(bare)
@@ -79,10 +72,11 @@ def test_what_an_algorithm_lacks_is_told(package, monkeypatch, capsys):
         fedpact.run("brought.net", "digits", rounds=1, sites=2)
 
 
-def test_violated_properties_are_named(package, monkeypatch, capsys):
+def test_violated_properties_are_named(package, typed):
     wrong = HALF.replace('{"server_rate": 1.0}', '{"server_rate": 0.9}')
-    code, told = call(monkeypatch, capsys, "check", package(wrong))
-    assert (code, told["violations"]) == (1, 1)
+    done = typed("algorithms", "check", package(wrong), "--json")
+    told = json.loads(done.out)
+    assert (done.code, told["violations"]) == (1, 1)
     (bad,) = (one for one in told["checks"] if one["violation"])
     assert "from its parent's, allowed 0" in bad["violation"]
 
@@ -102,11 +96,8 @@ def test_a_brought_algorithm_trains(package, tmp_path):
         assert one.equal(other)
 
 
-def test_a_file_without_settings_is_not_an_algorithm(package, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["fedpact", "algorithms", package("x = 1\n")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code not in (0, None)
+def test_a_file_without_settings_is_not_an_algorithm(package, typed):
+    assert typed("algorithms", package("x = 1\n")).code != 0
 
 
 SCRIPT = """
@@ -128,7 +119,7 @@ if __name__ == "__main__":
 """
 
 
-def test_predict_takes_a_class_of_a_script(tmp_path, monkeypatch, capsys):
+def test_predict_takes_a_class_of_a_script(tmp_path, monkeypatch, typed):
     (tmp_path / f"script_{tmp_path.name}.py").write_text(SCRIPT)
     (tmp_path / "new.csv").write_text("a,b,label\n0.1,0.2,yes\n0.3,-0.4,no\n")
     monkeypatch.chdir(tmp_path)
@@ -138,10 +129,8 @@ def test_predict_takes_a_class_of_a_script(tmp_path, monkeypatch, capsys):
     rows = {"features": ["a", "b"], "classes": ["no", "yes"]}
     settings = {"rounds": 1, "sites": 1, "privacy": {"mode": "none"}, "label": "label"}
     fedpact.run(space["Net"], "new.csv", records=rows, **settings, out="out")
-    words = ["fedpact", "predict", "out", "new.csv", "--model"]
-    for name, good in (("Other", False), ("Net", True)):
-        monkeypatch.setattr(sys, "argv", [*words, f"script_{tmp_path.name}.py:{name}"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert (ended.value.code in (0, None)) == good
-    assert capsys.readouterr().out.startswith("row,label,no,yes\n")
+    words, script = ["predict", "out", "new.csv", "--model"], f"script_{tmp_path.name}.py"
+    assert typed(*words, f"{script}:Other").code != 0
+    done = typed(*words, f"{script}:Net")
+    assert done.code == 0
+    assert done.out.startswith("row,label,no,yes\n")

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -13,7 +12,7 @@ from fedpact.common import check
 from fedpact.common.errors import InputError
 
 LARGEST = sys.float_info.max
-RANGES: dict[Callable[..., float], Callable[[Fraction], bool]] = {
+RANGES = {
     check.finite: lambda v: True,
     check.positive: lambda v: v > 0,
     check.non_negative: lambda v: v >= 0,
@@ -21,7 +20,7 @@ RANGES: dict[Callable[..., float], Callable[[Fraction], bool]] = {
     check.rate: lambda v: 0 < v <= 1,
     check.fraction: lambda v: 0 < v < 1,
 }
-INTEGERS: dict[Callable[..., int], int] = {check.count: 1, check.natural: 0}
+INTEGERS = {check.count: 1, check.natural: 0}
 EVERY = [*RANGES, *INTEGERS]
 
 numbers = st.one_of(
@@ -32,7 +31,7 @@ numbers = st.one_of(
 )
 
 
-def outcome(checked: Callable[..., float], value: object) -> object:
+def outcome(checked, value):
     """The value let through, or the message of the refusal."""
     try:
         return checked(eta=value)

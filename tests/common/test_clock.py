@@ -11,7 +11,7 @@ from fedpact.common.clock import SimulatedClock
 from fedpact.common.errors import PlanError
 
 SITES = ("a", "b", "c")
-NOTHING: dict[str, tuple[int, int]] = dict.fromkeys(SITES, (0, 0))
+NOTHING = dict.fromkeys(SITES, (0, 0))
 
 
 def test_a_round_takes_as_long_as_its_slowest_site():
@@ -25,7 +25,7 @@ def test_a_round_takes_as_long_as_its_slowest_site():
 
 def test_bytes_take_their_time_up_and_down():
     clock = SimulatedClock(down_seconds=[0.0, 1.0, 0.0], up_seconds=2.0, deadline=25.0)
-    sent: dict[str, tuple[int, int]] = {"a": (7, 10), "b": (7, 10), "c": (7, 1)}
+    sent = {"a": (7, 10), "b": (7, 10), "c": (7, 1)}
     assert clock.round(0, 1, 1, SITES, sent) == (25.0, {"b"})
     assert clock.round(0, 1, 1, SITES, sent | {"b": (5, 10)}) == (25.0, frozenset())
 

@@ -4,19 +4,16 @@ import dataclasses
 import hashlib
 import json
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
-from torch import Tensor
 
 from fedpact.common.errors import InputError
 from fedpact.common.messages import (
     MOST_VECTORS,
-    Message,
     Refusal,
     Reply,
     RoundRecord,
@@ -43,9 +40,9 @@ numbers = st.dictionaries(names, st.floats() | st.integers(-(2**60), 2**60), max
 
 
 @st.composite
-def vectors(draw: st.DrawFn) -> dict[str, Tensor]:
+def vectors(draw):
     """Vectors of any bit patterns: NaNs with payloads, infinities, denormals, -0."""
-    found = dict[str, Tensor]()
+    found = {}
     for name in draw(st.lists(names, max_size=3, unique=True)):
         dtype = draw(st.sampled_from(list(BITS)))
         width = torch.iinfo(BITS[dtype])
@@ -54,7 +51,7 @@ def vectors(draw: st.DrawFn) -> dict[str, Tensor]:
     return found
 
 
-def message(kind: type[Any]) -> st.SearchStrategy[Any]:
+def message(kind):
     of_type = {str: st.text(st.characters(exclude_categories=["Cs"])), int: st.integers()}
     of_type |= {float: st.floats(0, 1e300)}
     given_ = {"vectors": vectors(), "numbers": numbers}
@@ -65,11 +62,11 @@ def message(kind: type[Any]) -> st.SearchStrategy[Any]:
     return st.builds(kind, **fields)
 
 
-def words(vector: Tensor) -> Tensor:
+def words(vector):
     return vector.new_empty(vector.numel()).copy_(vector.reshape(-1))
 
 
-def bits(value: Message) -> object:
+def bits(value):
     """All of a message, comparable: floats by their bits, so NaN equals itself and 0 not -0."""
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     of = fields.pop("vectors", {})
@@ -90,11 +87,11 @@ def test_every_message_is_decoded_bit_for_bit(value):
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> dict[str, Tensor]:
+def tensors(draw):
     """Of every type, of no, one or several dimensions, with gaps, and in each other's memory."""
     whole = torch.arange(240).view(torch.uint8)
     shapes = [(), (0,), (1,), (5,), (2, 3), (0, 4)]
-    found = dict[str, Tensor]()
+    found = {}
     for name in draw(st.lists(names, max_size=5, unique=True)):
         part = whole.view(draw(st.sampled_from([torch.float32, torch.float64, torch.uint8])))
         if draw(st.booleans()):
@@ -188,7 +185,7 @@ TASK = Task("run", 3, "fedavg", {"w": torch.tensor([1.0, 2.0])}, {"x": 1.0}, inc
 
 def test_a_digest_leaves_out_the_attempt_and_nothing_else():
     assert dataclasses.replace(TASK, attempt=7).digest == TASK.digest
-    others: dict[str, Any] = {
+    others = {
         "run": "other",
         "round": 4,
         "algorithm": "fedprox",
@@ -231,7 +228,7 @@ def test_a_changed_byte_is_refused_or_gives_a_sound_message(data):
     assert bits(from_bytes(to_bytes(back))) == bits(back)
 
 
-HEAD: dict[str, Any] = {
+HEAD = {
     "kind": "Reply",
     "run": "r",
     "round": 1,
@@ -241,7 +238,7 @@ HEAD: dict[str, Any] = {
 }
 
 
-def block_of(head: object) -> bytes:
+def block_of(head):
     return save({"w": torch.ones(1)}, metadata={"fedpact": json.dumps(head)})
 
 
@@ -306,7 +303,7 @@ def test_values_that_are_not_finite_are_strict_json():
     odd = {"psi": math.nan, "r2": -math.inf}
     record = RoundRecord(2, math.nan, 0.5, odd, scores, epsilon={"a": math.inf})
 
-    def refuse(name: str) -> float:
+    def refuse(name):
         raise AssertionError(f"{name} is no JSON")
 
     said = json.loads(record.to_json(), parse_constant=refuse)

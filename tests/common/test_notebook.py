@@ -143,7 +143,7 @@ def test_figures_are_matplotlib_and_saved_with_legends(tmp_path):
 def test_progress_bar_uses_one_output_in_notebooks_only(monkeypatch):
     display = pytest.importorskip("IPython.display", reason="IPython is not installed")
     assert not in_notebook()
-    shown: list[str] = []
+    shown = []
 
     class Cell:
         def update(self, html):

@@ -152,16 +152,11 @@ def test_overflow_and_cancelling_infinities_are_detected():
     assert all_finite(torch.zeros(0))
 
 
-def test_torch_computes_on_one_thread_meanwhile():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with contextlib.suppress(ZeroDivisionError), one_thread():
-            assert torch.get_num_threads() == 1
-            raise ZeroDivisionError
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+def test_torch_computes_on_one_thread_meanwhile(two_threads):
+    with contextlib.suppress(ZeroDivisionError), one_thread():
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == 2
 
 
 PRODUCTS = ["matmul", "conv", "rnn"]

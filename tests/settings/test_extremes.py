@@ -1,9 +1,5 @@
 """Numbers as large or small as a plan takes them: it refuses them, or the run ends and is told."""
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from pydantic import BaseModel
@@ -40,7 +36,7 @@ TABLES = {
 ELSEWHERE = ("records.", "features.", "budget.", "run.")
 
 
-def floats(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def floats(model, prefix=""):
     for key, field in model.model_fields.items():
         form = field.annotation
         if isinstance(form, type) and issubclass(form, BaseModel):
@@ -52,7 +48,7 @@ def floats(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 SHARED = {f"settings.{key}" for key in algorithms.load("fedavg").Settings.model_fields}
 
 
-def cases() -> Iterator[tuple[str, str]]:
+def cases():
     for key in floats(Plan):
         if not key.startswith(ELSEWHERE):
             yield "fedavg", key
@@ -61,8 +57,8 @@ def cases() -> Iterator[tuple[str, str]]:
             yield name, key
 
 
-def configured(algorithm: str, key: str, value: float) -> dict[str, Any]:
-    raw: dict[str, Any] = {"rounds": 2, "sites": 2, "algorithm": algorithm}
+def configured(algorithm, key, value):
+    raw = {"rounds": 2, "sites": 2, "algorithm": algorithm}
     beside = {"fairness.weight": 0.5} if key.startswith("fairness.") else TABLES.get(key, {})
     if Method(algorithm).facts.plain_only:
         beside = {**beside, "privacy.mode": "none"}
@@ -71,14 +67,14 @@ def configured(algorithm: str, key: str, value: float) -> dict[str, Any]:
     return raw
 
 
-def begun(folder: Path) -> bool:
+def begun(folder):
     return any(folder.rglob("*.jsonl"))
 
 
 @pytest.mark.parametrize(("place", "algorithm", "key"), [(n, *c) for n, c in enumerate(cases())])
 def test_a_number_is_refused_by_the_plan_or_the_run_ends(tmp_path, place, algorithm, key):
     """Each plan is made with both numbers; every eighth is carried out, with one by turns."""
-    name, told = key.rsplit(".", 1)[-1], list[str]()
+    name, told = key.rsplit(".", 1)[-1], []
     for turn, value in enumerate((2.0**-100, 2.0**100)):
         try:
             plan = Plan(**configured(algorithm, key, value))

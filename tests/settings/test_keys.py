@@ -9,7 +9,7 @@ from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
 
-def refused(by, *overrides: str) -> str:
+def refused(by, *overrides):
     with pytest.raises(PlanError) as caught:
         by(None, overrides)
     return str(caught.value)

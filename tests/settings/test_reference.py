@@ -24,7 +24,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
 
 
-def in_words(tables: list[reference.KeyTable]) -> dict[str, reference.Key]:
+def in_words(tables):
     return {key.name: key for table in tables for key in table.keys}
 
 
@@ -77,7 +77,7 @@ def test_settings_of_a_user_s_algorithm_may_be_of_any_type():
     assert told == [("[anything, ...]", [0.5]), ("anything", None), ("anything", None)]
 
 
-def uncommented(text: str) -> str:
+def uncommented(text):
     return re.sub(r"^#(?=\S)", "", text, flags=re.MULTILINE)
 
 
@@ -122,7 +122,7 @@ def test_given_values_are_shown(tmp_path):
     assert raw["privacy"]["per_site"] == {"a": {"epsilon": 1.5}}
 
 
-def cli(*arguments: str) -> None:
+def cli(*arguments):
     app([*arguments], standalone_mode=False)
 
 

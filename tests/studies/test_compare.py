@@ -3,13 +3,9 @@
 import html
 import json
 import signal
-import sys
 from collections import Counter
-from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from threading import Event
-from typing import Any, cast
 
 import pytest
 import torch
@@ -17,14 +13,12 @@ from tests.studies import stand_in
 
 import fedpact
 from fedpact.algorithms import fedavg
-from fedpact.cli.main import main
 from fedpact.common.errors import PlanError
-from fedpact.common.messages import State
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.studies import pool
-from fedpact.studies.pool import Job, RunProgress
+from fedpact.studies.pool import Job
 
 TABLES = {"rounds": 2, "sites": 2, "run": {"evaluate_every": 1}, "settings": {"learning_rate": 1.0}}
 FEDAVG = Plan.parse(TABLES)
@@ -36,7 +30,7 @@ PLANS = {"one": FEDAVG, "two": FEDFDP, "broken": BROKEN}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    news: list[RunProgress] = []
+    news = []
     folder = tmp_path_factory.mktemp("compare") / "c"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Job, "here", True)  # what a process of its own makes is in test_pool
@@ -83,7 +77,7 @@ def test_a_run_that_fails_takes_no_other_with_it(whole):
 
 def test_only_missing_runs_are_run(whole, monkeypatch):
     comparison, _ = whole
-    folder, news = comparison.folder, list[RunProgress]()
+    folder, news = comparison.folder, []
     two = {name: PLANS[name] for name in ("one", "two")}
     times = {path: path.stat().st_mtime_ns for path in folder.glob("*/seed-3/**/*")}
     again = fedpact.compare(two, [3], folder, on_news=news.append)
@@ -106,7 +100,7 @@ def test_tuning_cost_is_counted_from_existing_ledgers(whole):
     (found,) = fedpact.compare(two, [3], folder, counted=True).counted
     costs = []
     for site in ("site-00", "site-01"):
-        events = Counter[SampledGaussian]()
+        events = Counter()
         for name in two:
             (run,) = receipt(folder / name / "seed-3" / "sites" / site / "ledger.jsonl")[
                 "runs"
@@ -135,23 +129,16 @@ def test_trying_is_counted_only_where_it_adds_up(tmp_path):
 
 
 def test_the_command_prints_the_table_and_fails_where_a_run_did(
-    whole, tmp_path, monkeypatch, capsys
+    whole, tmp_path, monkeypatch, typed
 ):
-    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(pool, "_work", stand_in.refuse)
     files = []
     for name, plan in PLANS.items():
         files.append(tmp_path / f"{name}.json")
         files[-1].write_text(json.dumps(plan.model_dump(mode="json")))
-    options = ["--counted", "--set", "seed=3", "--seeds", "1", "--out", str(whole[0].folder)]
-    monkeypatch.setattr(sys, "argv", ["fedpact", "compare", *map(str, files), *options])
-    try:
-        with pytest.raises(SystemExit) as end:
-            main()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    told = capsys.readouterr()
-    assert end.value.code == 2
+    options = ["--counted", "--set", "seed=3", "--seeds", "1", "--out", whole[0].folder]
+    told = typed("compare", *files, *options)
+    assert told.code == 2
     # Two of the three runs have ended before, and only the third is tried again.
     assert told.err.count("seed 3") == 1
     assert "broken seed 3: FAILED: a paragraph\n" in told.err
@@ -199,23 +186,11 @@ def test_a_folder_of_other_plans_is_refused(whole):
     assert not (whole[0].folder / "new").exists()
 
 
-def compare_interrupted(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """Run the command, which Ctrl-C ends, and restore the signal's handler."""
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(sys, "argv", ["fedpact", "compare", *arguments])
-    try:
-        with pytest.raises(SystemExit) as end:
-            main()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert end.value.code == 130
-
-
-def test_ctrl_c_ends_after_the_round_and_reruns_continue(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_ends_after_the_round_and_reruns_continue(tmp_path, monkeypatch, typed):
     # In this process; that others are told to stop and by what is in test_pool.
     update, rounds = fedavg.update, count(1)
 
-    def pressed(*given: Any) -> State:
+    def pressed(*given):
         if next(rounds) == 3:
             signal.raise_signal(signal.SIGINT)
         return update(*given)
@@ -223,8 +198,9 @@ def test_ctrl_c_ends_after_the_round_and_reruns_continue(tmp_path, monkeypatch, 
     monkeypatch.setattr(Job, "here", True)
     options = ["--set", "rounds=9", "--set", "sites=2", "--seeds", "1", "--json"]
     monkeypatch.setattr(fedavg, "update", pressed)
-    compare_interrupted(monkeypatch, *options, "--out", str(tmp_path / "c"))
-    stopped = json.loads(capsys.readouterr().out)
+    done = typed("compare", *options, "--out", tmp_path / "c")
+    assert done.code == 130
+    stopped = json.loads(done.out)
     assert "stopped after round 3" in stopped["entries"]["default"]["missing"]["0"]
     plan = Plan.read(None, ["rounds=9", "sites=2"])
     (entry,) = fedpact.compare({"default": plan}, 1, tmp_path / "c").entries
@@ -233,43 +209,41 @@ def test_ctrl_c_ends_after_the_round_and_reruns_continue(tmp_path, monkeypatch, 
 
 
 def test_a_process_that_is_to_stop_ends_after_the_round(tmp_path):
-    told, stopping = list[tuple[Any, ...]](), Event()
+    told, stopping = [], Event()
 
     class Says:
-        def send(self, news: tuple[Any, ...]) -> None:
+        def send(self, news):
             told.append(news)
             if len(told) == 2:
                 stopping.set()
 
     plan = Plan.parse({**TABLES, "rounds": 9}).document()
-    assert pool._work(cast(Any, Says()), cast(Any, stopping), plan, str(tmp_path / "run")) is None
+    assert pool._work(Says(), stopping, plan, str(tmp_path / "run")) is None
     assert [number for _, number, *_ in told] == [0, 1]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
 
 
-def test_ctrl_c_before_joining_is_computed_says_so(whole, tmp_path, monkeypatch, capsys):
-    def interrupt(folder: Path, known: object, on_site: Callable[[str, int], None]) -> None:
+def test_ctrl_c_before_joining_is_computed_says_so(whole, tmp_path, monkeypatch, typed):
+    def interrupt(folder, known, on_site):
         signal.raise_signal(signal.SIGINT)
         on_site("site-00", 2)
 
     monkeypatch.setattr("fedpact.studies.compare.of_run", interrupt)
     (tmp_path / "one.json").write_text(json.dumps(FEDAVG.model_dump(mode="json")))
-    options = ["--joining", "--set", "seed=3", "--seeds", "1", "--out", str(whole[0].folder)]
-    compare_interrupted(monkeypatch, str(tmp_path / "one.json"), *options)
-    assert (
-        "the value of joining is missing for 1 of 1 run: the same command with"
-        in capsys.readouterr().err
-    )
+    options = ["--joining", "--set", "seed=3", "--seeds", "1", "--out", whole[0].folder]
+    done = typed("compare", tmp_path / "one.json", *options)
+    assert done.code == 130
+    assert "the value of joining is missing for 1 of 1 run: the same command with" in done.err
 
 
 class Speaker(torch.nn.Module):
     """Names the next of nine tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> object:
+    def forward(self, input_ids, attention_mask):
         return {"logits": self.head(self.words(input_ids) * attention_mask[..., None])}
 
 

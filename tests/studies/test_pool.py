@@ -14,7 +14,7 @@ from tests.studies import stand_in
 from fedpact.api import run
 from fedpact.plan import Plan
 from fedpact.studies import pool
-from fedpact.studies.pool import Job, RunProgress, run_jobs
+from fedpact.studies.pool import Job, run_jobs
 
 
 @pytest.fixture(autouse=True)
@@ -22,17 +22,17 @@ def _stand_in(monkeypatch):
     monkeypatch.setattr(pool, "_work", stand_in.work)
 
 
-def jobs(folder: Path, *names: str) -> list[Job]:
+def jobs(folder, *names):
     plan = Plan(rounds=2)
     return [Job(name, seed, plan, folder / name / f"s{seed}") for seed, name in enumerate(names)]
 
 
-def never() -> bool:
+def never():
     return False
 
 
 def test_every_job_ends_once_with_rounds_in_order(tmp_path):
-    news: list[RunProgress] = []
+    news = []
     wanted = jobs(tmp_path, *"abcde")
     assert run_jobs(wanted, 2, news.append, never) == {}
     for job in wanted:
@@ -46,10 +46,10 @@ def test_every_job_ends_once_with_rounds_in_order(tmp_path):
 
 
 def test_no_more_jobs_at_a_time_than_asked_for(tmp_path):
-    under_way: set[Job] = set()
+    under_way = set()
     most = 0
 
-    def watch(news: RunProgress) -> None:
+    def watch(news):
         nonlocal most
         (under_way.discard if news.ended else under_way.add)(news.job)
         most = max(most, len(under_way))
@@ -94,7 +94,7 @@ def test_as_many_jobs_as_asked_for_are_under_way_at_once(tmp_path):
     ],
 )
 def test_a_failure_is_explained_and_other_runs_continue(tmp_path, name, told):
-    news: list[RunProgress] = []
+    news = []
     failed = run_jobs(jobs(tmp_path, "a", name, "b"), 3, news.append, never)
     assert list(failed) == [(name, 1)]
     assert failed[name, 1].startswith(told)
@@ -121,7 +121,7 @@ def test_a_run_that_prints_much_is_not_held_up(tmp_path):
 
 
 def test_stop_finishes_running_rounds_and_starts_nothing(tmp_path):
-    news: list[RunProgress] = []
+    news = []
     failed = run_jobs(jobs(tmp_path, "slow", "slow", "a", "b"), 2, news.append, lambda: bool(news))
     # One that is not stopped fails in the end.
     assert failed == {}
@@ -129,7 +129,7 @@ def test_stop_finishes_running_rounds_and_starts_nothing(tmp_path):
 
 
 def test_an_interrupt_here_ends_all_processes_at_once(tmp_path):
-    def interrupt(news: RunProgress) -> None:
+    def interrupt(news):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -139,9 +139,9 @@ def test_an_interrupt_here_ends_all_processes_at_once(tmp_path):
 
 
 def test_ctrl_c_on_the_terminal_does_not_end_the_processes(tmp_path):
-    news: list[RunProgress] = []
+    news = []
 
-    def interrupt(told: RunProgress) -> None:
+    def interrupt(told):
         news.append(told)
         for process in multiprocessing.active_children():
             os.kill(process.pid or 0, signal.SIGINT)

@@ -17,7 +17,6 @@ from scipy import stats
 
 from fedpact.common.randomness import keystream, secure
 from fedpact.common.randomness.secure import FreshStream, SecureDraws
-from fedpact.common.randomness.seeded import Draws
 
 FAIL = 1e-6
 MANY = 400_000
@@ -35,7 +34,7 @@ def variance_is_one(z):
 
 
 def test_it_is_a_source_of_draws():
-    draws: Draws = SecureDraws()
+    draws = SecureDraws()
     assert draws.repeats is False
 
 

@@ -31,7 +31,7 @@ def test_equal_keys_give_equal_draws():
 
 def test_draws_differ_by_every_part_of_their_key():
     keys = itertools.product((0, 1, 2**32, -1), ("a", "b", "1"), (1, 2), (0, 1, 11))
-    first: dict[tuple[float, ...], object] = {}
+    first = {}
     for seed, site, number, step in keys:
         draws = SeededDraws(seed, site, number)
         for purpose in ("gradient", "loss", "below", "batch"):
@@ -81,7 +81,7 @@ def test_records_are_sampled_independently_at_their_rate(rate):
     for step in range(steps):
         inside[step, draws.batch(records, rate, step).numpy()] = 1
 
-    def binomial(count: float, of: int, p: float) -> float:
+    def binomial(count, of, p):
         return stats.binomtest(int(count), of, p).pvalue
 
     assert binomial(inside.sum(), inside.size, rate) > LEVEL

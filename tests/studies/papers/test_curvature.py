@@ -14,7 +14,7 @@ def draws():
     return np.random.default_rng(8)
 
 
-def symmetric(eigenvalues: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+def symmetric(eigenvalues, draws):
     turn, _ = np.linalg.qr(draws.standard_normal((len(eigenvalues), len(eigenvalues))))
     return turn * eigenvalues @ turn.T
 

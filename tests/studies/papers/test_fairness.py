@@ -23,7 +23,7 @@ PLAIN = Slopes(
 )
 
 
-def drawn(rng: random.Random, q0: float) -> Slopes:
+def drawn(rng, q0):
     g, gap, noise, start, above = (10 ** rng.uniform(-2, 2) for _ in range(5))
     smooth = 10 ** rng.uniform(-1, 1)
     return Slopes(

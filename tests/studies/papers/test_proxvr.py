@@ -21,12 +21,12 @@ from fedpact.studies.papers.proxvr_search import (
 SPEC = Losses(smoothness=1.0, weak_convexity=0.5, heterogeneity=1.0)
 
 
-def drawn(rng: random.Random) -> Losses:
+def drawn(rng):
     smooth = 10 ** rng.uniform(-2, 2)
     return Losses(smooth, rng.choice([0, rng.random(), 1]) * smooth, 10 ** rng.uniform(-2, 1.5))
 
 
-def objective(losses: Losses, gamma: float, mu: float, beta: float, tau: float) -> float:
+def objective(losses, gamma, mu, beta, tau):
     """(20), inf where Θ <= 0."""
     per_round = decrease(losses, mu, local_accuracy(losses, mu, beta, tau))
     return (1 + gamma * tau) / per_round if per_round > 0 else math.inf

@@ -22,7 +22,7 @@ from fedpact.report.tradeoffs import (
 PROBLEM = Problem()
 
 
-def gaussian_entropy(dimension: int, deviation: float) -> float:
+def gaussian_entropy(dimension, deviation):
     return dimension / 2 * math.log(2 * math.pi * math.e * deviation**2)
 
 

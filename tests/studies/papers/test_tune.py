@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError
@@ -21,31 +21,26 @@ from fedpact.simulation.simulate import simulate
 from fedpact.studies.papers import fedproxvr
 from fedpact.studies.papers.fedfdp import Slopes, best_weight, noise_term
 from fedpact.studies.papers.measure import split_records
-from fedpact.studies.papers.proxvr_search import (
-    Losses,
-    decrease,
-    local_accuracy,
-    most_tau,
-)
+from fedpact.studies.papers.proxvr_search import Losses, decrease, local_accuracy, most_tau
 
 SPEC = ("--L", "1", "--lam", "0.5", "--sigma2", "1", "--gamma", "0.01")
 
 
-def tune(*arguments: str) -> Result:
+def tune(*arguments):
     return CliRunner().invoke(app, ["tune", *arguments], env={"COLUMNS": "200"})
 
 
-def no_constant(name: str) -> None:
+def no_constant(name):
     raise ValueError(f"{name} is no JSON")
 
 
-def as_json(*arguments: str) -> dict:
+def as_json(*arguments):
     result = tune(*arguments, "--json")
     assert result.exit_code == 0, result.exception
     return json.loads(result.stdout, parse_constant=no_constant)
 
 
-def refused(*arguments: str) -> str:
+def refused(*arguments):
     result = tune(*arguments)
     assert isinstance(result.exception, InputError | DataError), result.stdout
     return str(result.exception)
@@ -75,7 +70,7 @@ def private(tmp_path_factory):
     return simulate(plan, tmp_path_factory.mktemp("runs") / "run").folder
 
 
-def copied(run: Path, to: Path, leave: tuple[str, ...] = ()) -> Path:
+def copied(run, to, leave=()):
     to.mkdir()
     for file in run.iterdir():
         if file.is_file() and file.name not in leave:
@@ -144,7 +139,7 @@ def test_mismatches_are_refused(tmp_path):
 # ---------------------------------------------------------------- a run's time
 
 
-def rounds(taus: list[int], d_com: float, d_cmp: float) -> list[RoundRecord]:
+def rounds(taus, d_com, d_cmp):
     first = [RoundRecord(round=0)]
     return first + [
         RoundRecord(round=i, steps=tau, seconds=d_com + d_cmp * tau)
@@ -210,7 +205,7 @@ def test_rounds_that_do_not_tell_gamma_are_refused(wrong):
 # ---------------------------------------------------------------- a run's records
 
 
-def softmax_gradients(run: Path) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+def softmax_gradients(run):
     """Each site's ∇F_n at the last model, by hand: logistic regression, mean of (p - y) x̃ᵀ."""
     data = load_dataset("digits")
     sites = Partition.load(run / "partition.json").sites(data)
