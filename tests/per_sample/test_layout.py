@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from scipy import stats
 from tests.spread import spread
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
@@ -330,6 +331,35 @@ def test_no_slot_differs_where_a_gradient_lies_otherwise(layer):
 @pytest.mark.parametrize("expected", [20.0, 30.0])
 def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected):
     assert_slots_are_alike(module(), width, 2, loss, expected)
+
+
+class Products(TorchDispatchMode):
+    """The inner and the last size of each product of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.seen.add(tuple(args[-1].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(30, 2), (7, 33), (9, 9), (13, 16)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_rows_of_narrow_products_begin_alike(inputs, outputs, frozen):
+    """A library may read them by other code where they do not: MKL does without AVX-512."""
+    layer = nn.Linear(inputs, outputs)
+    layer.weight.requires_grad_(not frozen)
+    module = nn.Sequential(nn.Linear(4, inputs), nn.SiLU(), layer)
+    passes = PerSampleKernel(FlatModel(module), cross_entropy)._passes
+    records = torch.randn(16, 4), torch.zeros(16, dtype=torch.int64)
+    passes.gradients(*records)  # traces the model
+    with Products() as found:
+        passes.gradients(*records)
+    filled = math.ceil(inputs / 16) * 16
+    assert found.seen == {(4, inputs), (filled, outputs), (outputs, filled)}
 
 
 @pytest.mark.parametrize(("module", "width", "loss"), ODD)
