@@ -57,7 +57,16 @@ def test_it_states_purpose_data_and_date(site, receipt):
 def test_receipt_signature_verifies_against_the_federation(site, receipt):
     told = run("verify", receipt, "--federation", site / "federation.toml")
     assert "intact, signed by site 'site-00'" in told
+    assert "says nothing" not in told
     assert "give --federation to check" in run("verify", receipt)
+
+
+def test_a_receipt_says_nothing_about_a_later_run(site, receipt, tmp_path):
+    text = (site / "federation.toml").read_text()
+    later = tmp_path / "federation.toml"
+    later.write_text(text.replace('run = "', 'run = "later-', 1))
+    assert "'later-" in (told := run("verify", receipt, "--federation", later))
+    assert "about which it says nothing" in told
 
 
 @pytest.mark.parametrize(
