@@ -81,7 +81,7 @@ def small(request, tmp_path_factory):
     return Extractor(chosen, SHAPE, 0, tmp_path_factory.getbasetemp())
 
 
-def test_features_do_not_depend_on_neighbouring_records(small, two_threads):
+def test_features_do_not_depend_on_neighbouring_records(small):
     x = made(150)
     x[7] *= 1e30
     x[9] = 0
@@ -92,9 +92,10 @@ def test_features_do_not_depend_on_neighbouring_records(small, two_threads):
     assert torch.equal(small(x[order]).x, together.x[order])
     for some in (slice(0, 1), slice(9, 10), slice(3, 70), slice(149, 150)):
         assert torch.equal(small(x[some]).x, together.x[some])
-    assert torch.equal(small(x).x, together.x)
-    with ThreadPoolExecutor(1) as later:
-        assert later.submit(torch.get_num_threads).result() == 2
+    with threads(2):
+        assert torch.equal(small(x).x, together.x)
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 2
 
 
 def test_features_are_unit_rows_of_float16(small):
