@@ -212,18 +212,23 @@ WRONG = {
 def test_a_signature_of_anything_else_opens_nothing(party, wrong):
     mine = party(4, 3)
     session = mine.up_to(mine.session(), "consistency")
-    right = {"site": "site-01", "names": mine.sites, "roster": session.session.roster}
-    said = {**right, "attempt": 0, "session": session.session.place.session, "slot": 0}
-    said |= WRONG[wrong]
-    place = dataclasses.replace(session.session.place, session=said["session"])
-    what = keys.of_attempt(said["attempt"], said["roster"])
-    key = mine.keys[said["site"]]
-    false = keys.sign_list(key, said["site"], what, said["names"], place.of_slot(said["slot"], 1))
+    agreed = session.session
+
+    def signature(site="site-01", names=mine.sites, roster=agreed.roster, attempt=0, **place):
+        here = {"session": agreed.place.session, "slot": 0, **place}
+        at = dataclasses.replace(agreed.place, session=here["session"]).of_slot(here["slot"], 1)
+        return keys.sign_list(mine.keys[site], site, keys.of_attempt(attempt, roster), names, at)
+
+    def take(given):
+        answer = messages.step(session.place, "site-01", "consistency", {"signature": given})
+        session.take_consistency("site-01", answer)
+
+    take(signature())
+    false = signature(**WRONG[wrong])
+    with pytest.raises(keys.SecretsDoNotFit, match="site-01 has not signed"):
+        take(false)
     session.signatures["site-01"] = false
     assert mine.answer("site-00", session.ask_unmask()["site-00"]).code == "keys"
-    answer = messages.step(session.place, "site-01", "consistency", {"signature": false})
-    with pytest.raises(keys.SecretsDoNotFit, match="site-01 has not signed"):
-        session.take_consistency("site-01", answer)
 
 
 def test_a_stranger_counts_not_among_those_who_signed(party):
