@@ -1,5 +1,6 @@
 """Before a site opens: its owner sees each mistake, and nobody else sees anything."""
 
+import errno
 import json
 import logging
 import os
@@ -140,6 +141,19 @@ def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
     spoiled(table, 5)
     with Site(home) as site:
         site.take_part()
+
+
+def test_a_store_of_another_account_is_a_problem(sites, tmp_path, monkeypatch):
+    _, (home,) = sites(write_rows(tmp_path / "own.csv", rows()))
+    with Site(home) as site:
+        site.take_part()
+
+    def forbidden(directory):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("fedpact.deployment.store.Store", forbidden)
+    (told,) = check_site(home).problems
+    assert "site.db cannot be read (Permission denied)" in told
 
 
 def test_a_site_needs_a_folder_it_may_write_to(sites, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ unprotected, for the owner alone.
 import os
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +29,7 @@ from fedpact.deployment.site_records import (
     own_records,
     read_receipt,
 )
-from fedpact.deployment.store import STORE_FILE, LastReply, Store
+from fedpact.deployment.store import read_paid
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.hash_chain import Chained, read_entries
@@ -150,16 +150,11 @@ def _check_past(files: SiteFiles) -> None:
 
     As the site finds when it opens; it may be open meanwhile, and writes to the ledger first.
     """
-    directory, ledger, replies = files.directory, files.ledger, [(0, "")]
+    directory, ledger, test = files.directory, files.ledger, files.federation.seeds == "test"
     check_left_behind(directory, ledger)
-    if (directory / STORE_FILE).exists():
-        with closing(Store(directory)) as store:
-            replies += [LastReply(store, name).ledger for name in ("reply", "evaluation")]
+    replies = [read_paid(directory, name) for name in ("reply", "evaluation")]
     guard = RollbackGuard(ledger)
-    entries, test = (
-        read_entries(ledger) if ledger.exists() else [],
-        files.federation.seeds == "test",
-    )
+    entries = read_entries(ledger) if ledger.exists() else []
     for reply in replies:
         guard.check(Chained(entries), reply)
     if entries:

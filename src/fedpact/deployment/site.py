@@ -98,14 +98,13 @@ def check_left_behind(directory: Path, ledger: Path) -> None:
 
     A site reserves before it answers its first task, so no reply can be older than the ledger.
     """
-    if reserved_runs(ledger):
-        return
     log = directory / "log.txt"
     kept = [name for name in _LEFT_BEHIND if read_store(directory, name) is not None]
     found = [f"{name!r} in {STORE_FILE}" for name in kept]
     if log.exists() and _ANSWERED.search(log.read_bytes()):
         found.append(log.name)
-    if found:
+    # The ledger last: a site that is open meanwhile reserves before it answers.
+    if found and not reserved_runs(ledger):
         raise LedgerError(
             f"ledger {ledger} is missing or has no reservation, but {', '.join(found)} in "
             f"{directory} show that this site has released before: restore the ledger as it was "

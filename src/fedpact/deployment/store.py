@@ -190,6 +190,15 @@ def read_store(directory: Path, name: str) -> bytes | None:
         ) from None
 
 
+def read_paid(directory: Path, name: str) -> tuple[int, str]:
+    """Return length and head of the ledger that a site's stored reply names, as `LastReply` does.
+
+    name: in the store. Raises DataError, as `read_store` does.
+    """
+    kept = read_store(directory, name)
+    return (0, "") if kept is None else _parse_reply(directory / STORE_FILE, kept)[2]
+
+
 _Question = tuple[str, int, int, str]
 # For every method a reply, and its memory, is at most three times as long as its task.
 _TIMES: Final = 4
