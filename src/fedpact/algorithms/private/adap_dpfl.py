@@ -66,6 +66,6 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     first = memory.numbers.get("first") or length
     if length > 0:
         power = settings.clip_power * (log(length) - log(first))
-        # Beyond most_clip, whose largest is e^7, exp must not overflow. NaN becomes the least.
+        # most_clip is below e^7, and beyond it exp might overflow. NaN becomes the least.
         clip = min(max(settings.least_clip, exp(min(power, 7.0))), settings.most_clip)
     return Local({"w": w}, memory=State(numbers={"clip": clip, "first": first}))
