@@ -170,15 +170,14 @@ def test_qffl_minimises_its_objective(q, aggregation):
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "values"),
-    [("qffl", "fairness_exponent", (0.0, 1.0, 5.0)), ("term", "tilt", (0.0, 1.0, 5.0))],
+    ("name", "setting", "least"), [("qffl", "fairness_exponent", 1.1), ("term", "tilt", 1.05)]
 )
-def test_the_larger_the_exponent_the_better_off_the_worst_site(name, setting, values):
+def test_the_larger_the_exponent_the_better_off_the_worst_site(name, setting, least):
     worst = []
-    for value in values:
+    for value in (0.0, 1.0, 5.0):
         w = run(name, make(name, learning_rate=0.05, **{setting: value}), 1200).vectors["w"]
         worst.append(max(site.value(w) for site in SITES.values()))
-    assert worst[0] > 1.1 * worst[1] > 1.05 * 1.1 * worst[2]
+    assert worst[0] > 1.1 * worst[1] > 1.1 * least * worst[2]
 
 
 @pytest.mark.parametrize("communication", [1.0, 0.5, 0.2])
