@@ -358,6 +358,7 @@ def test_what_a_site_has_kept_is_checked_as_it_opens(federate, tmp_path):
             {"ledger.jsonl": None, "ledger.jsonl.seen": None, "log.txt": None},
             {"ledger.jsonl": "".join(entries[:-1])},
             {"ledger.jsonl": "".join(entries[:-1]), "ledger.jsonl.seen": None},
+            {"ledger.jsonl": "".join(entries[:2]), "ledger.jsonl.seen": None},
             {"site.db": "not a database"},
             {"site.db": None, "ledger.jsonl": None, "log.txt": None},
             {"held-out.key": None},
