@@ -54,6 +54,16 @@ def test_a_sum_of_shares_has_the_law_that_is_accounted_for(honest, units):
             assert off <= shared_noise.distribution_error(units, honest) + 1e-13
 
 
+@pytest.mark.parametrize("units", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("honest", [1, 3, 7])
+def test_the_distance_covers_the_series_of_the_proof(honest, units):
+    """α is at least the series' terms at |t| >= (2m - 1)π, of which there are two of each m."""
+    odd = np.arange(1, 99, 2)
+    alpha = 4 / math.pi * float((np.exp(-((odd * math.pi * units) ** 2) / 2) / odd).sum())
+    least = (1 + alpha) ** honest - 1 + alpha
+    assert least <= shared_noise.distribution_error(units, honest) <= 1.02 * least
+
+
 @pytest.mark.parametrize("units", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("honest", [1, 3, 7])
 def test_the_exact_hockey_stick_is_below_the_gaussians(honest, units):
