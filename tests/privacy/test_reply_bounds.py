@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scipy import stats
 
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.reply_bounds import LEEWAY, longest_gradient, longest_reply, longest_sums
@@ -28,6 +29,15 @@ def test_gradient_bound_is_clipped_records_and_noise():
     assert longest_gradient(terms("batch_clipped"), D) == pytest.approx(mean, rel=1e-12)
     grown = replace(terms("per_sample"), clips=(CLIP, 3 * CLIP))
     assert longest_gradient(grown, D) == pytest.approx(3 * summed, rel=1e-12)
+
+
+@pytest.mark.parametrize(("size", "rate"), [(200.0, 0.01), (1000.0, 0.1), (1000.0, 0.5)])
+def test_a_batch_exceeds_its_bound_as_rarely_as_its_noise(size, rate):
+    """Exactly, of twice the declared records; a normal number exceeds 9 as rarely."""
+    one = replace(terms("per_sample"), size=size, rate=rate)
+    clipped = longest_gradient(one, D) - SIGMA * CLIP / (size * rate) * NOISE
+    drawn = clipped / CLIP * size * rate
+    assert stats.binom.sf(drawn, 2 * size, rate) <= math.exp(-(9**2) / 2)
 
 
 def test_reply_bound_grows_with_step_length_and_events():
