@@ -11,7 +11,6 @@ from torch import nn
 
 import fedpact
 from fedpact.api import plan_of
-from fedpact.cli.main import main
 from fedpact.common.errors import DataError, ModelError
 from fedpact.data.load import from_python
 from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
@@ -170,27 +169,19 @@ def test_an_obvious_mistake_is_reported(caplog, tmp_path):
     assert fedpact.Plan(task={"kind": "regression", "range": (0, 2)}).task.range == [0, 2]
 
 
-def test_a_command_writes_pixels_where_they_fit(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("fedpact.api.write_report", lambda folder: None)
+def test_a_command_writes_pixels_where_they_fit(tmp_path, no_page, typed):
     result = fedpact.run(same, (IMAGES, MASKS), task=PIXELS, **SETTINGS, out=tmp_path / "r")
     np.savez(tmp_path / "x.npz", x=IMAGES)
-    words = ["fedpact", "predict", str(tmp_path / "r"), str(tmp_path / "x.npz")]
-
-    def typed(*more):
-        monkeypatch.setattr("sys.argv", [*words, *more])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, capsys.readouterr()
-
-    code, told = typed()
-    assert code == 2
+    words = "predict", tmp_path / "r", tmp_path / "x.npz"
+    told = typed(*words)
+    assert told.code == 2
     assert "name an .npz file, --out answers.npz" in told.err
-    assert typed("--out", str(tmp_path / "said.csv"))[0] == 2
+    assert typed(*words, "--out", tmp_path / "said.csv").code == 2
     assert not (tmp_path / "said.csv").exists()
-    assert typed("--out", str(tmp_path / "said.npz"))[0] == 0
+    assert typed(*words, "--out", tmp_path / "said.npz").code == 0
     said = result.predict(IMAGES)
     with np.load(tmp_path / "said.npz") as stored:
         assert (stored["labels"] == said.labels).all()
         assert np.allclose(stored["probabilities"], said.probabilities)
         assert stored["classes"].tolist() == ["0", "1"]
-    assert json.loads(typed("--json")[1].out)["labels"] == said.labels.tolist()
+    assert json.loads(typed(*words, "--json").out)["labels"] == said.labels.tolist()
