@@ -129,7 +129,8 @@ def check_signature(told: object, federation: Federation | None) -> str:
             f"the receipt is signed as {name!r} by another key than federation.toml has for that "
             "site: it is not from the site"
         )
-    has = federation.run in cast(dict[str, Any], whole.get("runs", {}))
+    runs = whole.get("runs")
+    has = isinstance(runs, dict) and federation.run in runs
     nothing = "" if has else ", about which it says nothing"
     return f"intact, signed by site {name!r} of run {federation.run!r}{nothing}"
 
