@@ -30,6 +30,7 @@ from torch import Tensor
 from fedpact.common.params import on_cpu
 from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Outer, is_few
+from fedpact.per_sample.products import differ, products
 from fedpact.per_sample.share import TOGETHER, Part, Share
 
 PatchOrder = Literal["pixel", "channel", "torch"]
@@ -98,16 +99,20 @@ class Geometry:
             shape, (*x.stride()[:2], *self._strides(x.stride()[2:], kernel_first=True))
         )
         columns = columns.reshape(n * self.groups, -1, g[0, 0].numel())
+        g = g.reshape(n * self.groups, -1, columns.shape[2])
+        if differ(columns, g.mT):
+            # There are more columns to copy than numbers in g.
+            return products(g, columns.mT).reshape(n, -1)
         # g is usually channels-last, so its matrix needs no copy.
-        rows = columns @ g.reshape(n * self.groups, -1, columns.shape[2]).mT
-        return rows.mT.reshape(n, -1)
+        return (columns @ g.mT).mT.reshape(n, -1)
 
     def weight_rows_by_pixel(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
         """The same by pixel, as [n, O, kernel, C]; written to `out` if given."""
         columns = self.patches(x, g.shape[2:])
         g = g.reshape(len(columns), -1, columns.shape[1])
-        if out is not None:
-            out = out.view(*g.shape[:2], columns.shape[2])
+        if out is None or differ(g, columns):
+            return products(g, columns).reshape(len(x), -1)
+        out = out.view(*g.shape[:2], columns.shape[2])
         return torch.bmm(g, columns, out=out).view(len(x), -1)
 
     def patches(self, x: Tensor, positions: tuple[int, ...]) -> Tensor:

@@ -34,6 +34,7 @@ from fedpact.per_sample.norms import (
     square_sums,
     wide,
 )
+from fedpact.per_sample.products import differ, products
 from fedpact.per_sample.share import TOGETHER, Mapped, Part, Share, Space, balanced, same
 
 FLOOR = 2.0**-10
@@ -179,12 +180,14 @@ class Outer(Share):
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
-        return flattened(torch.bmm(self.g[chunk].mT, self.u[chunk]))
+        return flattened(products(self.g[chunk].mT, self.u[chunk]))
 
     def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:
         """See Share: as [K, O] where that makes the rows of the product longer, which is faster."""
         g, u = self.g[chunk], self.u[chunk]
         a, b = (u, g) if self._turned else (g, u)
+        if differ(a.mT, b):
+            return flattened(products(a.mT, b))
         torch.bmm(a.mT, b, out=out.view(len(g), a.shape[2], b.shape[2]))
         return out
 

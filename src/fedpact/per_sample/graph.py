@@ -22,15 +22,8 @@ from fedpact.per_sample import norms, recurrent
 from fedpact.per_sample.gradients import Made, Outer, sum_of
 from fedpact.per_sample.layout import filling_cost, overhead
 from fedpact.per_sample.norms import wide
-from fedpact.per_sample.registers import (
-    LANES,
-    filled_product,
-    filled_up,
-    is_narrow,
-    numbers_behind,
-    row_of,
-    widths,
-)
+from fedpact.per_sample.products import FILLED
+from fedpact.per_sample.registers import LANES, filled_up, numbers_behind, row_of, widths
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
 from fedpact.per_sample.share import Mapped, Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
@@ -296,8 +289,8 @@ class Graph:
             row = row_of(node, self._states) if use is None else None
             if row is not None and numbers_behind(node, self._states[node]) % LANES:
                 do = partial(filled_up, do, row)
-            if is_narrow(node):
-                do = partial(filled_product, do)
+            if (filled := FILLED.get(kind_of(node))) is not None and not node.kwargs:
+                do = partial(filled, do)
             steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node)))
         return steps
 

@@ -2,14 +2,19 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedpact.common.params import on_cpu
+
 LARGE = 2**15
 """From so many weights on it pays to ask oneDNN."""
+
+_REGISTER = 16
+"""How many numbers of a product are computed at a time, at most."""
 
 _Product = Callable[[Tensor, Tensor, Tensor | None, str, list[object], str], Tensor]
 
@@ -28,6 +33,61 @@ def linear(
     if fits and large and (onednn := _onednn()) is not None:
         return onednn(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+def filled_linear(
+    do: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Run a product of input [..., K], weight [O, K], if narrow with K filled up."""
+    if on_cpu(input) and weight.dim() == 2 and _is_narrow(*weight.shape, _together(weight.t())):
+        rest = (0, -weight.shape[1] % _REGISTER)
+        input, weight = F.pad(input, rest), F.pad(weight, rest).contiguous()
+    return do(input, weight, bias)
+
+
+def filled_matrices(do: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """Run a product of a [..., M, K] and b [..., K, N] with M, K and N filled up, if it is narrow.
+
+    So rows and matrices begin alike, also in the products of the backward pass.
+    """
+    if min(a.dim(), b.dim()) < 2 or not on_cpu(a):
+        return do(a, b)
+    rows, columns = a.shape[-2], b.shape[-1]
+    if not _is_narrow(*b.shape[-2:], _together(b), rows if a.dim() > 2 else columns):
+        return do(a, b)
+    a, b = (F.pad(v, (0, -v.shape[-1] % 4, 0, -v.shape[-2] % 4)) for v in (a, b))
+    return do(a, b)[..., :rows, :columns]
+
+
+FILLED: Final = {
+    "linear": filled_linear,
+    **dict.fromkeys(["mm", "bmm", "matmul"], filled_matrices),
+}
+"""How to run products whose code may follow from where in memory a row or a matrix begins.
+
+MKL without AVX-512 has such code for up to 11 rows or columns, unless 4 divides how many numbers
+lie together in the second matrix, or how many rows each of several first ones has.
+"""
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """a b [n, M, N] of matrices a [n, M, K] and b [n, K, N], all by the same code."""
+    rows = a.shape[1]
+    return torch.bmm(F.pad(a, (0, 0, 0, -rows % 4)), b)[:, :rows] if differ(a, b) else a @ b
+
+
+def differ(a: Tensor, b: Tensor) -> bool:
+    """Whether the code of such a product may follow from where its matrices begin; see FILLED."""
+    rows = a.shape[1]
+    return rows % 4 > 0 and on_cpu(a) and _is_narrow(rows, b.shape[2], _together(b))
+
+
+def _together(b: Tensor) -> int:
+    return b.shape[-1 if b.stride(-1) == 1 else -2]
+
+
+def _is_narrow(rows: int, columns: int, together: int, *others: int) -> bool:
+    return together % 4 > 0 and min(rows, columns, *others) <= _REGISTER
 
 
 @cache

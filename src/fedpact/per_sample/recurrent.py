@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from fedpact.common.errors import ModelError
 from fedpact.common.params import without_autocast
+from fedpact.per_sample.products import filled_linear
 
 Record = Callable[[int, Tensor, Tensor | None], None]
 """Told a parameter's place in the operation's list, g [B, T, O], and u [B, T, K] or None.
@@ -125,8 +126,9 @@ class _Stepped(_Cell):
             self._outer: list[Tensor] = []
             self._states = [first[0].detach().requires_grad_()]
             for of_x in self._inner.unbind(0):
-                self._outer.append(F.linear(self._states[-1], self.w_hh, self.b_hh))
-                self._states.append(self._step(of_x, self._outer[-1], self._states[-1]))
+                of_h = filled_linear(F.linear, self._states[-1], self.w_hh, self.b_hh)
+                self._outer.append(of_h)
+                self._states.append(self._step(of_x, of_h, self._states[-1]))
         return (torch.stack([h.detach() for h in self._states]),)
 
     def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:  # noqa: ARG002
@@ -176,6 +178,8 @@ class _Lstm(_Cell):
         dh, scratch, each_gate = direct.unbind(0), torch.empty_like(dc), dc.unsqueeze(1)
         grads, do = gates.unbind(0), gates[:, :, 3 * width :].unbind(0)
         by_cell = _by_gate(gates)[:, :, :3].unbind(0)
+        # Four gates' numbers lie together, which 4 divides; see products.FILLED.
+        w_hh = self.w_hh if width % 4 == 0 else self.w_hh.t().contiguous().t()
         for start, end in reversed(_blocks(gates)):
             f, slope = self._factors(gates[start:end], cs[start:end], tanh[start:end])
             for t in reversed(range(start, end)):
@@ -188,7 +192,7 @@ class _Lstm(_Cell):
                 do[t].mul_(dm)
                 by_cell[t].mul_(each_gate)
                 dc.mul_(f[k])
-                dh[t].addmm_(grads[t], self.w_hh)
+                dh[t].addmm_(grads[t], w_hh)
         return _Found(gates, gates, dh[0], dc, None if inside is None else (direct[1:], inside))
 
     @staticmethod
@@ -339,7 +343,7 @@ def _direct(
 
 def _all_steps(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b [T, B, O] from x [T, B, K], all steps in one product."""
-    return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
+    return filled_linear(F.linear, x.flatten(0, 1), weight, bias).view(*x.shape[:2], -1)
 
 
 def _by_gate(rows: Tensor) -> Tensor:

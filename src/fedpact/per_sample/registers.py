@@ -15,16 +15,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from fedpact.common.params import on_cpu
-from fedpact.per_sample.tracing.batch_rules import Where, argument, kind_of, shape_of
+from fedpact.per_sample.tracing.batch_rules import Where, kind_of, shape_of
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.program import draws
 from fedpact.per_sample.tracing.record_safety import by_argument
 
 LANES: Final = 64
 """A multiple of how many numbers are computed at a time: two registers of 512 bits, of 16 each."""
-
-_REGISTER: Final = 16
-"""How many numbers of a product are computed at a time, at most."""
 
 _EXACT: Final = frozenset(
     {
@@ -78,27 +75,6 @@ def filled_up(do: Callable[..., Tensor], start: int, *args: Any, **kwargs: Any) 
     named = {name: filled(arg) for name, arg in kwargs.items()}
     found = do(*map(filled, args), **named)[..., :size]
     return found.reshape(*found.shape[: -len(own)], *own)
-
-
-def filled_product(
-    do: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """Run a product of input [..., K], weight [O, K] with K filled up, so that rows begin alike."""
-    if on_cpu(input):
-        rest = (0, -weight.shape[1] % _REGISTER)
-        input, weight = F.pad(input, rest), F.pad(weight, rest)
-    return do(input, weight, bias)
-
-
-def is_narrow(node: Node) -> bool:
-    """Whether a product's code may follow from where a row lies in memory.
-
-    MKL without AVX-512 does so for up to 11 inputs or outputs, unless 4 divides the inputs.
-    """
-    shape = shape_of(argument(node, 1, "weight")) if kind_of(node) == "linear" else ()
-    if len(shape) != 2 or not all(isinstance(size, int) for size in shape):
-        return False
-    return shape[1] % 4 != 0 and min(shape) <= _REGISTER
 
 
 def row_of(node: Node, states: dict[Node, State]) -> int | None:
