@@ -18,6 +18,7 @@ from fedpact.per_sample import layout, norms
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement, length_for, scatter
+from fedpact.per_sample.products import filled_linear, filled_matrices, products
 from fedpact.per_sample.registers import filled_up
 from fedpact.per_sample.tracing import replacements
 from fedpact.plan import Plan
@@ -334,32 +335,104 @@ def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected)
 
 
 class Products(TorchDispatchMode):
-    """The inner and the last size of each product of matrices."""
+    """The two matrices, or the batches of matrices, of each product."""
 
     def __init__(self):
         super().__init__()
-        self.seen = set()
+        self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.seen.add(tuple(args[-1].shape))
+        if str(func).split(".")[1] in ("mm", "addmm", "addmm_", "bmm"):
+            self.seen.append(args[-2:])
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(30, 2), (7, 33), (9, 9), (13, 16)])
+def follows_places(a, b):
+    """Where MKL without AVX-512 reads rows or matrices by other code than those before them."""
+    together = b.shape[-1 if b.stride(-1) == 1 else -2]
+    others = b.dim() > 2 and a.shape[-2] % 4 == 0
+    return together % 4 > 0 and min(a.shape[-2], b.shape[-1]) <= 11 and not others
+
+
+class ByHand(nn.Module):
+    """Attention of five steps as products of matrices, and a layer as x W."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.weight = nn.Parameter(torch.randn(width, 7))
+        self.head = nn.Linear(35, 2)
+
+    def forward(self, x):
+        q, k, v = (layer(x.unflatten(1, (5, -1))) for layer in self.layers)
+        return self.head(((q @ k.mT).softmax(-1) @ v @ self.weight).flatten(1))
+
+
+def convolved(layer, width, *shape):
+    flat = nn.Flatten()
+    return nn.Sequential(nn.Unflatten(1, shape), layer, nn.Tanh(), flat, nn.Linear(width, 2))
+
+
+class Steps(nn.Module):
+    def __init__(self, kind, inputs, width):
+        super().__init__()
+        self.layer, self.head = kind(inputs, width, batch_first=True), nn.Linear(width, 2)
+        self.first = nn.Linear(inputs, inputs)
+
+    def forward(self, x):
+        return self.head(self.layer(self.first(x.unflatten(1, (5, -1))))[0][:, -1])
+
+
+NARROW = [
+    (lambda: nn.Sequential(nn.Linear(20, 30), nn.SiLU(), nn.Linear(30, 2)), 20),
+    (lambda: nn.Sequential(nn.Linear(20, 7), nn.SiLU(), nn.Linear(7, 33), nn.Linear(33, 2)), 20),
+    (lambda: ByHand(9), 45),
+    (lambda: convolved(nn.Linear(5, 5), 45, 9, 5), 45),
+    (lambda: convolved(nn.Conv2d(1, 6, 3), 6 * 49, 1, 9, 9), 81),
+    (lambda: convolved(nn.Conv2d(3, 12, 1), 12 * 25, 3, 5, 5), 75),
+    (lambda: convolved(nn.Conv1d(8, 5, 8), 10, 8, 9), 72),
+    *((lambda kind=kind: Steps(kind, 3, 5), 15) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+    *((lambda kind=kind: Steps(kind, 10, 3), 50) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+]
+
+
+@pytest.mark.parametrize(("module", "width"), NARROW)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_rows_of_narrow_products_begin_alike(inputs, outputs, frozen):
+def test_rows_of_narrow_products_begin_alike(module, width, frozen):
     """A library may read them by other code where they do not: MKL does without AVX-512."""
-    layer = nn.Linear(inputs, outputs)
-    layer.weight.requires_grad_(not frozen)
-    module = nn.Sequential(nn.Linear(4, inputs), nn.SiLU(), layer)
+    module = module()
+    for parameter in [*module.parameters()][2:-2] if frozen else []:
+        parameter.requires_grad_(False)
     passes = PerSampleKernel(FlatModel(module), cross_entropy)._passes
-    records = torch.randn(16, 4), torch.zeros(16, dtype=torch.int64)
-    passes.gradients(*records)  # traces the model
+    form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
+    length = passes.length(*form, 16.0, traced=True)
+    x, y = torch.randn(length, width), torch.randint(2, (length,))
+    passes.gradients(x, y)  # traces the model
     with Products() as found:
-        passes.gradients(*records)
-    filled = math.ceil(inputs / 16) * 16
-    assert found.seen == {(4, inputs), (filled, outputs), (outputs, filled)}
+        passes.gradients(x, y).factors()
+    assert found.seen
+    assert not any(follows_places(a, b) for a, b in found.seen)
+    assert_alike(passes, x, y)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("inner", [5, 8, 19])
+def test_a_product_that_is_filled_up_is_the_same(turned, inner):
+    a, b = torch.randn(3, 7, inner).double(), torch.randn(3, inner, 9).double()
+    a, b = (v.mT.contiguous().mT if turned else v for v in (a, b))
+    bias = torch.randn(9).double()
+    pairs = [
+        (filled_matrices(torch.matmul, a, b), a @ b),
+        (filled_matrices(torch.matmul, a, b[0]), a @ b[0]),
+        (filled_matrices(torch.matmul, a[0], b), a[0] @ b),
+        (filled_matrices(torch.matmul, a, b[0, :, 0]), a @ b[0, :, 0]),
+        (filled_linear(F.linear, a, b[0].t(), bias), a @ b[0] + bias),
+        (filled_linear(F.linear, a, b[0, :, 0]), a @ b[0, :, 0]),
+        (products(a, b), a @ b),
+    ]
+    for found, expected in pairs:
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(("module", "width", "loss"), ODD)

@@ -39,7 +39,7 @@ def filled_linear(
     do: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Run a product of input [..., K], weight [O, K], if narrow with K filled up."""
-    if on_cpu(input) and weight.dim() == 2 and _is_narrow(*weight.shape, _together(weight.t())):
+    if on_cpu(input) and weight.dim() == 2 and _is_narrow(_together(weight.t()), *weight.shape):
         rest = (0, -weight.shape[1] % _REGISTER)
         input, weight = F.pad(input, rest), F.pad(weight, rest).contiguous()
     return do(input, weight, bias)
@@ -53,7 +53,7 @@ def filled_matrices(do: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
     if min(a.dim(), b.dim()) < 2 or not on_cpu(a):
         return do(a, b)
     rows, columns = a.shape[-2], b.shape[-1]
-    if not _is_narrow(*b.shape[-2:], _together(b), rows if a.dim() > 2 else columns):
+    if not _is_narrow(_together(b), rows, *b.shape[-2:]):
         return do(a, b)
     a, b = (F.pad(v, (0, -v.shape[-1] % 4, 0, -v.shape[-2] % 4)) for v in (a, b))
     return do(a, b)[..., :rows, :columns]
@@ -79,15 +79,16 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 def differ(a: Tensor, b: Tensor) -> bool:
     """Whether the code of such a product may follow from where its matrices begin; see FILLED."""
     rows = a.shape[1]
-    return rows % 4 > 0 and on_cpu(a) and _is_narrow(rows, b.shape[2], _together(b))
+    return rows % 4 > 0 and on_cpu(a) and _is_narrow(_together(b), rows, b.shape[2])
 
 
 def _together(b: Tensor) -> int:
+    """How many numbers of a matrix lie together: those of a row or, turned, of a column."""
     return b.shape[-1 if b.stride(-1) == 1 else -2]
 
 
-def _is_narrow(rows: int, columns: int, together: int, *others: int) -> bool:
-    return together % 4 > 0 and min(rows, columns, *others) <= _REGISTER
+def _is_narrow(together: int, *sizes: int) -> bool:
+    return together % 4 > 0 and min(sizes) <= _REGISTER
 
 
 @cache
