@@ -59,8 +59,20 @@ def filled_matrices(do: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
     return do(a, b)[..., :rows, :columns]
 
 
+def filled_attention(
+    do: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> Tensor:
+    """Run attention of heads [..., T, E] with E filled up, which it multiplies as `products`."""
+    width, columns = q.shape[-1], v.shape[-1]
+    if width % 4 == columns % 4 == 0 or not on_cpu(q):
+        return do(q, k, v, *others)
+    q, k, v = (F.pad(h, (0, -h.shape[-1] % 4)) for h in (q, k, v))
+    return do(q, k, v, *others, scale=width**-0.5)[..., :columns]
+
+
 FILLED: Final = {
     "linear": filled_linear,
+    "scaled_dot_product_attention": filled_attention,
     **dict.fromkeys(["mm", "bmm", "matmul"], filled_matrices),
 }
 """How to run products whose code may follow from where in memory a row or a matrix begins.
