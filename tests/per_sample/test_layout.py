@@ -1,5 +1,6 @@
 """Passes of one shape: where records stand, and what one record moves where slots are not alike."""
 
+import itertools
 import math
 
 import pytest
@@ -18,7 +19,7 @@ from fedpact.per_sample import layout, norms
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement, length_for, scatter
-from fedpact.per_sample.products import filled_linear, filled_matrices, products
+from fedpact.per_sample.products import filled_attention, filled_linear, filled_matrices, products
 from fedpact.per_sample.registers import filled_up
 from fedpact.per_sample.tracing import replacements
 from fedpact.plan import Plan
@@ -368,6 +369,10 @@ class ByHand(nn.Module):
         return self.head(((q @ k.mT).softmax(-1) @ v @ self.weight).flatten(1))
 
 
+def attention(width):
+    return nn.TransformerEncoderLayer(width, 1, 9, 0.0, batch_first=True)
+
+
 def convolved(layer, width, *shape):
     flat = nn.Flatten()
     return nn.Sequential(nn.Unflatten(1, shape), layer, nn.Tanh(), flat, nn.Linear(width, 2))
@@ -383,7 +388,25 @@ class Steps(nn.Module):
         return self.head(self.layer(self.first(x.unflatten(1, (5, -1))))[0][:, -1])
 
 
+class Multiplied(nn.Module):
+    """The product of two steps, which is only differentiated record by record."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.next, self.head = nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.next(self.first(x.unflatten(1, (2, 4))).prod(1)).relu())
+
+
 NARROW = [
+    (Multiplied, 8),
+    (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (5, 6)), attention(6), nn.Flatten(), nn.Linear(30, 2)
+        ),
+        30,
+    ),
     (lambda: nn.Sequential(nn.Linear(20, 30), nn.SiLU(), nn.Linear(30, 2)), 20),
     (lambda: nn.Sequential(nn.Linear(20, 7), nn.SiLU(), nn.Linear(7, 33), nn.Linear(33, 2)), 20),
     (lambda: ByHand(9), 45),
@@ -415,10 +438,25 @@ def test_rows_of_narrow_products_begin_alike(module, width, frozen):
     assert_alike(passes, x, y)
 
 
+def test_each_record_of_a_short_pass_is_tried_in_each_slot():
+    x, y = torch.arange(1.0, 9)[:, None], torch.zeros(8, dtype=torch.int64)
+    records = x[:, 0] * torch.linspace(0.5, 1.5, 8)
+    for record, slot in itertools.product(range(8), repeat=2):
+
+        def measure(x, _, record=record, slot=slot):
+            found = x[:, 0].clone()
+            found[slot] += found[slot] == records[record]
+            return [found]
+
+        assert not layout.is_invariant(measure, x, y, 8, [torch.zeros(1)])
+    assert layout.is_invariant(lambda x, _: [x[:, 0]], x, y, 8, [torch.zeros(1)])
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("inner", [5, 8, 19])
 def test_a_product_that_is_filled_up_is_the_same(turned, inner):
     a, b = torch.randn(3, 7, inner).double(), torch.randn(3, inner, 9).double()
+    attend = F.scaled_dot_product_attention
     a, b = (v.mT.contiguous().mT if turned else v for v in (a, b))
     bias = torch.randn(9).double()
     pairs = [
@@ -429,6 +467,7 @@ def test_a_product_that_is_filled_up_is_the_same(turned, inner):
         (filled_linear(F.linear, a, b[0].t(), bias), a @ b[0] + bias),
         (filled_linear(F.linear, a, b[0, :, 0]), a @ b[0, :, 0]),
         (products(a, b), a @ b),
+        (filled_attention(attend, a, a, b.mT[:, :7]), attend(a, a, b.mT[:, :7])),
     ]
     for found, expected in pairs:
         assert found.shape == expected.shape

@@ -22,7 +22,6 @@ from fedpact.per_sample import norms, recurrent
 from fedpact.per_sample.gradients import Made, Outer, sum_of
 from fedpact.per_sample.layout import filling_cost, overhead
 from fedpact.per_sample.norms import wide
-from fedpact.per_sample.products import FILLED
 from fedpact.per_sample.registers import LANES, filled_up, numbers_behind, row_of, widths
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
 from fedpact.per_sample.share import Mapped, Share
@@ -289,8 +288,6 @@ class Graph:
             row = row_of(node, self._states) if use is None else None
             if row is not None and numbers_behind(node, self._states[node]) % LANES:
                 do = partial(filled_up, do, row)
-            if (filled := FILLED.get(kind_of(node))) is not None and not node.kwargs:
-                do = partial(filled, do)
             steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node)))
         return steps
 

@@ -247,8 +247,8 @@ def is_invariant(
 
     measure: everything that a pass of `length` records computes, tensors [P, ...], losses first.
     x, y: dummy records [n, ...], repeated with small changes. beside: other contents of slots,
-    [...] each. A library distributes work by slot, so all slots are tried, in five passes. False if
-    most losses are not finite, as equal NaN would show nothing.
+    [...] each. A library distributes work by slot, so all slots are tried, in five passes or more.
+    False if most losses are not finite, as equal NaN would show nothing.
     """
     rows = torch.arange(length, device=x.device) % len(x)
     x, y = x[rows].clone(), y[rows].clone()
@@ -261,7 +261,8 @@ def is_invariant(
         return False
     half = torch.arange(length, device=x.device) < length // 2
     trials: list[tuple[Tensor, Tensor]] = []  # order of the records, and which are still there
-    for shift in {1, length // 2, length - 1}:
+    # Of short passes more, as each shows little, and costs little.
+    for shift in {1, length // 2, length - 1, *range(1, length, 1 + length**2 // 128)}:
         trials.append((torch.arange(length, device=x.device).roll(shift), torch.ones_like(half)))
     trials += [(torch.arange(length, device=x.device), half), (rows.argsort(), ~half)]
     for number, (order, there) in enumerate(trials):

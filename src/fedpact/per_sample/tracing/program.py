@@ -1,6 +1,7 @@
 """A traced model together with one model's weights."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,8 @@ from torch.fx import Node
 
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel
-from fedpact.per_sample.tracing.batch_rules import Where
+from fedpact.per_sample.products import FILLED
+from fedpact.per_sample.tracing.batch_rules import Where, kind_of
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.export import WithLoss, trace_of
 from fedpact.per_sample.tracing.keyed_draws import drawn
@@ -99,11 +101,13 @@ def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any
 
 
 def operation(node: Node, where: Where | None = None) -> Callable[..., Any]:
-    """Return the function of a node; random numbers are drawn from the step's key.
+    """Return the function of a node: narrow products are filled up, draws are from the step's key.
 
     where: where the records are in the numbers that it draws.
     """
     found = DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
+    if (filled := FILLED.get(kind_of(node))) is not None and not node.kwargs:
+        found = partial(filled, found)
     return drawn(found, where, node.name) if draws(node) else found
 
 
