@@ -1,4 +1,4 @@
-"""Matrix products by the faster of torch's libraries."""
+"""Matrix products by the faster of torch's libraries, and by the same code in every slot."""
 
 from collections.abc import Callable
 from functools import cache
