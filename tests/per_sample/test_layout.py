@@ -211,7 +211,7 @@ def test_scattered_lengths_are_those_of_the_least_cost():
 def test_vmap_takes_all_records_at_once_that_fit(reference, monkeypatch, kept, lengths):
     """A record has 9 weights and computes fewer than 64 numbers."""
     monkeypatch.setattr(norms, "KEEP_BYTES", kept)
-    kernel = reference.forced("records", nn.Sequential(nn.Linear(2, 3), nn.Tanh()), cross_entropy)
+    kernel = reference.forced("records", nn.Sequential(nn.Linear(2, 3), nn.ReLU()), cross_entropy)
     form = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
     found = [kernel._passes.length(*form, n, exact=True) for n in (16.0, 256.0)]
     assert found == lengths
@@ -239,6 +239,10 @@ def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared
 def assert_slots_are_alike(module, width, classes, loss, expected):
     """Of passes as long as they are for so many records x [n, width]: slots have the same bits."""
     passes = PerSampleKernel(FlatModel(module), loss)._passes
+    assert_slots_of_passes_are_alike(passes, width, classes, expected)
+
+
+def assert_slots_of_passes_are_alike(passes, width, classes, expected):
     form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
     length = passes.length(*form, expected, traced=True)
     assert_alike(passes, torch.randn(length, width), torch.randint(classes, (length,)))
@@ -258,7 +262,7 @@ def assert_alike(passes, x, y):
     ("act", "width"),
     [(nn.SiLU, 37), (nn.ELU, 3), (nn.SELU, 37), (nn.Softplus, 3), (nn.Mish, 37), (nn.Sigmoid, 1)],
 )
-def test_no_slot_is_computed_by_other_code(act, width):
+def test_no_slot_is_computed_by_other_code(reference, act, width):
     """Numbers that do not fill the last registers are computed one by one, and rounded otherwise.
 
     Few records show it, so a check that tries some of them may miss it.
@@ -268,6 +272,17 @@ def test_no_slot_is_computed_by_other_code(act, width):
     )
     for expected in (5.0, 30.0):
         assert_slots_are_alike(module, 64, 3, cross_entropy, expected)
+        passes = reference.forced("records", module, cross_entropy)._passes
+        assert_slots_of_passes_are_alike(passes, 64, 3, expected)
+
+
+def test_records_are_scattered_where_slots_leave_a_rest(reference, monkeypatch):
+    """Of records alone: memory does not allow passes of 64, so other code computes some slots."""
+    monkeypatch.setattr(norms, "KEEP_BYTES", 900)
+    x, y = torch.randn(8, 2), torch.arange(8) % 3
+    for act, alike in ((nn.Tanh, False), (nn.ReLU, True)):
+        module = nn.Sequential(nn.Linear(2, 3), act())
+        assert reference.forced("records", module, cross_entropy).invariant(x, y) is alike
 
 
 class TimeFirst(nn.Module):

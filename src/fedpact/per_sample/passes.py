@@ -95,6 +95,13 @@ class Passes:
         """Whether passes over records of the form of x, y draw random numbers."""
         return self.at_once(x, y) is None and self._traced(x, y).draws
 
+    def multiple(self, x: Tensor, y: Tensor) -> int:
+        """Return a number of slots of which multiples leave no rest of registers, of traced passes.
+
+        Other code may compute a rest, and so some slots; memory may not allow such a multiple.
+        """
+        return self._traced(x, y).multiple
+
     def length(
         self, x: Tensor, y: Tensor, expected: float, *, traced: bool = False, **how: bool
     ) -> int:

@@ -22,6 +22,7 @@ from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Made
 from fedpact.per_sample.layout import length_for
 from fedpact.per_sample.norms import wide
+from fedpact.per_sample.registers import LANES, rounds
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import shape_of
 from fedpact.per_sample.tracing.export import Untraceable
@@ -50,9 +51,9 @@ _LOOPED = "its records are differentiated in a loop, exact, but slow: {}"
 class Alone:
     """Differentiates a model and its loss for each record. why: why nothing better could.
 
-    draws: whether a pass draws random numbers.
-
-    Raises ModelError for what cannot be traced with a batch of one.
+    draws: whether a pass draws random numbers. multiple: multiples of it as P leave no rest of
+    registers, so that the same code computes all slots. Raises ModelError for what cannot be traced
+    with a batch of one.
     """
 
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, why: str) -> None:
@@ -68,13 +69,16 @@ class Alone:
                 "where the line is a library's own"
             ) from error
         tensors = [n for n in self._one.nodes if isinstance(n.meta.get("val"), Tensor)]
-        numbers = sum(math.prod(n for n in shape_of(t) if isinstance(n, int)) for t in tensors)
+        each = {t: math.prod(n for n in shape_of(t) if isinstance(n, int)) for t in tensors}
+        numbers = sum(each.values())
         fit = norms.keep_bytes(model.vector) // model.vector.element_size()
         few, many = min(_FEW, fit // model.size), min(_MANY, fit // max(model.size, numbers))
         self.step = max(1, few, many)
+        rests = (LANES // math.gcd(LANES, each[t]) for t in tensors if rounds(t))
+        self.multiple = max(rests, default=1)
         self._by_vmap, self.draws = self._takes_vmap(x, y), self._one.draws
         if not self._by_vmap:
-            self.step = 1
+            self.step = self.multiple = 1
 
     def run(
         self, x: Tensor, y: Tensor, *, held: bool = False
@@ -88,9 +92,11 @@ class Alone:
         return wide(losses), {name: [Made(found)] for name, found in rows.items()}
 
     def length(self, expected: float, **how: bool) -> int:
-        """Return P; see layout.length_for."""
-        most = self.step
-        return most if most <= _FEW else length_for(expected, most, _OVERHEAD, **how)
+        """Return P; see layout.length_for. It is no multiple where memory does not allow one."""
+        most, multiple = self.step, 1 if self.multiple > self.step else self.multiple
+        if most <= _FEW:
+            return most - most % multiple
+        return length_for(expected, most, _OVERHEAD, multiple, **how)
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
         """The losses [B] of at most `step` records."""

@@ -89,7 +89,7 @@ def row_of(node: Node, states: dict[Node, State]) -> int | None:
     unsaid = -1 if kind_of(node) == "glu" else None
     dims = {argument.name: value for argument, value in by_argument(node)}.get("dim", unsaid)
     if dims is None:
-        return own.dim if _rounds(node) or _repeats(node, states) else None
+        return own.dim if rounds(node) or _repeats(node, states) else None
     (x, *others), where = node.all_input_nodes, states[node.all_input_nodes[0]]
     if others or not isinstance(where, Where):
         return None
@@ -106,7 +106,7 @@ def widths(node: Node, states: dict[Node, State]) -> list[int]:
         return []
     # What does not depend on records is the same for all slots.
     own = states.get(node)
-    other = _rounds(node) or _repeats(node, states)
+    other = rounds(node) or _repeats(node, states)
     found = [numbers_behind(node, own)] if own is not None and other else []
     if kind_of(node) not in _MOVES | _EXACT:
         inputs = ((one, states.get(one)) for one in node.all_input_nodes)
@@ -141,7 +141,7 @@ def _has_gradient(node: Node) -> bool:
     return not isinstance(found, Tensor) or found.is_floating_point() or found.is_complex()
 
 
-def _rounds(node: Node) -> bool:
+def rounds(node: Node) -> bool:
     """Whether an elementwise operation's result may depend on the code that computes it."""
     if not _is_pointwise(node):
         return kind_of(node) in _UNTAGGED
