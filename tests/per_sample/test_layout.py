@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedpact.common.losses import cross_entropy
-from fedpact.common.params import FlatModel
+from fedpact.common.params import FlatModel, threads
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.per_sample import layout, norms
@@ -276,11 +276,20 @@ def test_no_slot_is_computed_by_other_code(reference, act, width):
         assert_slots_of_passes_are_alike(passes, 64, 3, expected)
 
 
+@pytest.mark.parametrize(("way", "width"), [("graph", 1100), ("records", 1088), ("records", 1103)])
+def test_no_threads_share_is_computed_by_other_code(reference, way, width):
+    """Three threads share a tensor, so numbers in its middle might not fill the last registers."""
+    module = nn.Sequential(nn.Linear(8, width), nn.Mish(), nn.Linear(width, 2), nn.Linear(2, 3))
+    passes = reference.forced(way, module, cross_entropy)._passes
+    with threads(3):
+        assert_alike(passes, torch.randn(64, 8), torch.randint(3, (64,)))
+
+
 def test_records_are_scattered_where_slots_leave_a_rest(reference, monkeypatch):
     """Of records alone: memory does not allow passes of 64, so other code computes some slots."""
     monkeypatch.setattr(norms, "KEEP_BYTES", 900)
     x, y = torch.randn(8, 2), torch.arange(8) % 3
-    for act, alike in ((nn.Tanh, False), (nn.ReLU, True)):
+    for act, alike in ((nn.LogSigmoid, False), (nn.Tanh, True), (nn.ReLU, True)):
         module = nn.Sequential(nn.Linear(2, 3), act())
         assert reference.forced("records", module, cross_entropy).invariant(x, y) is alike
 
@@ -517,11 +526,13 @@ def test_rows_are_filled_up_where_that_costs_less():
         (lambda x: x.softmax(0), 1, [(4, 5, 3)]),
         (lambda x: x.mean((-3, 1)), 2, [(4, 2, 5)]),
         (lambda x: x.logsumexp(-4, keepdim=True), 1, [(4, 5, 3, 1)]),
+        (torch.tanh, 0, [()]),
+        (torch.pow, 0, [(5, 3), ()]),
     ],
 )
 def test_an_operation_on_filled_rows_is_the_same(op, start, shapes):
     given = [(torch.rand(s, dtype=torch.float64) + 1).requires_grad_() for s in shapes]
-    found, expected = filled_up(op, start, *given), op(*given)
+    found, expected = filled_up(op, start, 1 if start else 8, *given), op(*given)
     assert torch.allclose(found, expected, rtol=1e-13, atol=0)
     assert found.shape == expected.shape
     g = torch.rand_like(expected)

@@ -286,8 +286,8 @@ class Graph:
                 last.append(node)
             do = _done(node, self._states[node])
             row = row_of(node, self._states) if use is None else None
-            if row is not None and numbers_behind(node, self._states[node]) % LANES:
-                do = partial(filled_up, do, row)
+            if row is not None:
+                do = partial(filled_up, do, row, 1)
             steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node)))
         return steps
 

@@ -9,11 +9,13 @@ operation. A model that cannot be traced like this is refused.
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
+from torch.fx import Node
 
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import Loss
@@ -22,7 +24,7 @@ from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Made
 from fedpact.per_sample.layout import length_for
 from fedpact.per_sample.norms import wide
-from fedpact.per_sample.registers import LANES, rounds
+from fedpact.per_sample.registers import LANES, filled_up, rounds, takes_rows
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import shape_of
 from fedpact.per_sample.tracing.export import Untraceable
@@ -32,7 +34,7 @@ from fedpact.per_sample.tracing.keyed_draws import (
     numbers_at_hand,
     without_fused_draws,
 )
-from fedpact.per_sample.tracing.program import Program
+from fedpact.per_sample.tracing.program import Program, operation
 from fedpact.per_sample.tracing.record_safety import own_tables
 from fedpact.per_sample.tracing.trace_context import for_vmap
 
@@ -74,7 +76,8 @@ class Alone:
         fit = norms.keep_bytes(model.vector) // model.vector.element_size()
         few, many = min(_FEW, fit // model.size), min(_MANY, fit // max(model.size, numbers))
         self.step = max(1, few, many)
-        rests = (LANES // math.gcd(LANES, each[t]) for t in tensors if rounds(t))
+        left = (t for t in tensors if rounds(t) and not takes_rows(t))
+        rests = (LANES // math.gcd(LANES, each[t]) for t in left)
         self.multiple = max(rests, default=1)
         self._by_vmap, self.draws = self._takes_vmap(x, y), self._one.draws
         if not self._by_vmap:
@@ -138,9 +141,13 @@ class Alone:
             _logger.log(level, message)
 
     def _vmapped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def done(node: Node) -> Callable[..., Any]:
+            do = operation(node)
+            return partial(filled_up, do, 0, len(x)) if takes_rows(node) else do
+
         def one(w: dict[str, Tensor], record: Tensor, target: Tensor) -> Tensor:
             with autocast(self._model):
-                return _only(self._one.losses(record.unsqueeze(0), target.unsqueeze(0), w))
+                return _only(self._one.losses(record.unsqueeze(0), target.unsqueeze(0), w, done))
 
         weights = {n: p.detach() for n, p in self._model.own.items()}
         batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")

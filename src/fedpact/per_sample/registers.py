@@ -23,6 +23,12 @@ from fedpact.per_sample.tracing.record_safety import by_argument
 LANES: Final = 64
 """A multiple of how many numbers are computed at a time: two registers of 512 bits, of 16 each."""
 
+_SHARED, _SHARE = 2**14, 2**15
+"""From so many numbers on torch's threads may share an operation, with about so many or more each.
+
+Some operations are divided among all threads from 2^14 numbers on.
+"""
+
 _EXACT: Final = frozenset(
     {
         *("add", "sub", "mul", "div", "neg", "abs", "sqrt", "square", "reciprocal", "sign"),
@@ -37,7 +43,7 @@ _EXACT: Final = frozenset(
 _UNTAGGED: Final = frozenset(
     {
         *("binary_cross_entropy_with_logits", "soft_margin_loss", "hardswish", "log_sigmoid"),
-        *("log_sigmoid_forward", "kl_div", "glu", "rsub", "logcumsumexp", "hardsigmoid"),
+        *("log_sigmoid_forward", "kl_div", "glu", "rsub", "logcumsumexp", "hardsigmoid", "polar"),
     }
 )
 """Elementwise operations that torch does not mark as such."""
@@ -55,26 +61,41 @@ _MOVES: Final = frozenset(
 _REPEATS: Final = frozenset({"expand", "broadcast_to", "repeat"})
 
 
-def filled_up(do: Callable[..., Tensor], start: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Run an operation with its rows, the numbers from dimension `start` on, in whole registers."""
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dim()]
+def shares(numbers: int) -> int:
+    """Return a multiple of the numbers of threads among which such an operation may be divided."""
+    threads = torch.get_num_threads()
+    return 1 if numbers <= _SHARED else math.lcm(threads, min(threads, -(-numbers // _SHARE)))
+
+
+def filled_up(
+    do: Callable[..., Tensor], start: int, slots: int, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run an operation with its rows, the numbers from dimension `start` on, in whole registers.
+
+    So they are in each thread's share. slots: how many such operations vmap runs at a time, or 1.
+    """
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     shape: tuple[int, ...] = cast(Any, torch).broadcast_shapes(*(t.shape for t in tensors))
     own, count = shape[start:], len(shape)
     size = math.prod(own)
-    rest = -size % LANES
-    if not rest or not on_cpu(tensors[0]):
+    row, others = -(-size // LANES) * LANES, slots * math.prod(shape[:start])
+    while row * slots % (LANES * shares(others * row)):
+        row += LANES
+    # Numbers need not lie together: then a share has to end where a record does.
+    whole = row == size and not slots * math.prod(own[:1]) % shares(others * row)
+    if whole or not on_cpu(tensors[0]):
         return do(*args, **kwargs)
 
     def filled(arg: Any) -> Any:
-        if not isinstance(arg, Tensor) or not arg.dim():
+        if not isinstance(arg, Tensor) or (slots == 1 and not arg.dim()):
             return arg
         front = ((1,) * (count - arg.dim()) + arg.shape)[:start]
-        row = arg.expand(*front, *own).reshape(*front, *[1] * (len(own) - 1), size)
-        return F.pad(row, (0, rest))
+        rows = arg.expand((*front, *own)).reshape(*front, *[1] * (len(own) - 1), size)
+        return F.pad(rows, (0, row - size))
 
     named = {name: filled(arg) for name, arg in kwargs.items()}
     found = do(*map(filled, args), **named)[..., :size]
-    return found.reshape(*found.shape[: -len(own)], *own)
+    return found.reshape((*found.shape[: found.dim() - max(len(own), 1)], *own))
 
 
 def row_of(node: Node, states: dict[Node, State]) -> int | None:
@@ -139,6 +160,14 @@ def _has_gradient(node: Node) -> bool:
     """Whether an operation's result is floating-point or complex."""
     found = node.meta.get("val")
     return not isinstance(found, Tensor) or found.is_floating_point() or found.is_complex()
+
+
+def takes_rows(node: Node) -> bool:
+    """Whether an operation on the numbers of a record may be computed on them as one row."""
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    alike = len(tensors) == len(values) and len({v.dtype for v in tensors[1:]}) == 1
+    return alike and rounds(node) and _is_pointwise(node) and not draws(node)
 
 
 def rounds(node: Node) -> bool:

@@ -18,6 +18,8 @@ from fedpact.per_sample.tracing.keyed_draws import drawn
 from fedpact.per_sample.tracing.record_safety import by_argument
 from fedpact.per_sample.tracing.replacements import DONE_AS
 
+_Done = Callable[[Node], Callable[..., Any]]
+
 
 class Program:
     """A traced model with its loss, for records of the form of x, y [n, ...].
@@ -82,21 +84,28 @@ class Program:
             for name, (kind, target) in self._inputs.items()
         }
 
-    def losses(self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """The losses [B] at the weights, by the model's names."""
+    def losses(
+        self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor], done: _Done | None = None
+    ) -> Tensor:
+        """The losses [B] at the weights, by the model's names. done: as of `evaluated`."""
         trained = {name: weights[own] for name, own in self.trained.items()}
-        return evaluated(self.nodes, self.values(x, y) | trained)[self.result]
+        return evaluated(self.nodes, self.values(x, y) | trained, done)[self.result]
 
 
-def evaluated(nodes: list[Node], values: Mapping[str, Tensor]) -> dict[Node, Any]:
-    """The values of nodes in order, from those of the placeholders among them."""
+def evaluated(
+    nodes: list[Node], values: Mapping[str, Tensor], done: _Done | None = None
+) -> dict[Node, Any]:
+    """The values of nodes in order, from those of the placeholders among them.
+
+    done: a node's function, by default its operation.
+    """
     env: dict[Node, Any] = {}
     for node in nodes:
         if node.op == "placeholder":
             env[node] = values[node.name]
         else:
             args, kwargs = arguments(node, env)
-            env[node] = operation(node)(*args, **kwargs)
+            env[node] = (done or operation)(node)(*args, **kwargs)
     return env
 
 
