@@ -285,6 +285,24 @@ def test_no_threads_share_is_computed_by_other_code(reference, way, width):
         assert_alike(passes, torch.randn(64, 8), torch.randint(3, (64,)))
 
 
+@pytest.mark.parametrize("slots", [1, 80])
+@pytest.mark.parametrize("number", [1, 2, 3, 12])
+def test_each_threads_share_has_whole_registers(number, slots):
+    """torch divides an operation evenly, in parts of about 2^15 numbers or among all threads."""
+    found = []
+
+    def noted(x):
+        found.append(slots * x.numel())
+        return x
+
+    with threads(number):
+        for size in (99, 1100, 70400, 96064):
+            assert filled_up(noted, 0, slots, torch.zeros(size)).numel() == size
+    for numbers in found:
+        parts = {number, min(number, -(-numbers // 2**15))} if numbers > 2**14 else {1}
+        assert not any(numbers % (64 * n) for n in parts)
+
+
 def test_records_are_scattered_where_slots_leave_a_rest(reference, monkeypatch):
     """Of records alone: memory does not allow passes of 64, so other code computes some slots."""
     monkeypatch.setattr(norms, "KEEP_BYTES", 900)

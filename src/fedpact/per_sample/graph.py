@@ -22,7 +22,7 @@ from fedpact.per_sample import norms, recurrent
 from fedpact.per_sample.gradients import Made, Outer, sum_of
 from fedpact.per_sample.layout import filling_cost, overhead
 from fedpact.per_sample.norms import wide
-from fedpact.per_sample.registers import LANES, filled_up, numbers_behind, row_of, widths
+from fedpact.per_sample.registers import LANES, filled_up, row_of, widths
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
 from fedpact.per_sample.share import Mapped, Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of

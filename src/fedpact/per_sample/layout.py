@@ -264,7 +264,7 @@ def is_invariant(
     # Of short passes more, as each shows little, and costs little.
     for shift in {1, length // 2, length - 1, *range(1, length, 1 + length**2 // 128)}:
         trials.append((torch.arange(length, device=x.device).roll(shift), torch.ones_like(half)))
-    trials += [(torch.arange(length, device=x.device), half), (rows.argsort(), ~half)]
+    trials += [(torch.arange(length, device=x.device).flip(0), half), (rows.argsort(), ~half)]
     for number, (order, there) in enumerate(trials):
         mask = there.view(-1, *[1] * (x.dim() - 1))
         other = torch.where(mask, x[order], beside[number % len(beside)])

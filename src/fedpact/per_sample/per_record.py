@@ -54,8 +54,8 @@ class Alone:
     """Differentiates a model and its loss for each record. why: why nothing better could.
 
     draws: whether a pass draws random numbers. multiple: multiples of it as P leave no rest of
-    registers, so that the same code computes all slots. Raises ModelError for what cannot be traced
-    with a batch of one.
+    registers where numbers are not filled up, so that the same code computes all slots. Raises
+    ModelError for what cannot be traced with a batch of one.
     """
 
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor, why: str) -> None:

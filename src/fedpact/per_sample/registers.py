@@ -1,8 +1,9 @@
 """Whole registers, so that the same code computes every slot of a pass.
 
-Numbers at the end of a tensor that do not fill a processor's registers are computed by other code,
-which may round otherwise. So where a result may depend on the code, the numbers of all records are
-one row, and it is filled up; else P has to be a multiple that leaves no rest.
+Numbers at the end of a tensor, or of a thread's share of it, that do not fill a processor's
+registers are computed by other code, which may round otherwise. So where a result may depend on the
+code, the numbers of all records are one row, and it is filled up; else P has to be a multiple that
+leaves no rest. Under vmap the numbers of each record are such a row.
 """
 
 import math
@@ -75,15 +76,18 @@ def filled_up(
     So they are in each thread's share. slots: how many such operations vmap runs at a time, or 1.
     """
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    shape: tuple[int, ...] = cast(Any, torch).broadcast_shapes(*(t.shape for t in tensors))
+    if not on_cpu(tensors[0]):
+        return do(*args, **kwargs)
+    shape: tuple[int, ...] = tensors[0].shape
+    if len(tensors) > 1:
+        shape = cast(Any, torch).broadcast_shapes(*(t.shape for t in tensors))
     own, count = shape[start:], len(shape)
     size = math.prod(own)
-    row, others = -(-size // LANES) * LANES, slots * math.prod(shape[:start])
-    while row * slots % (LANES * shares(others * row)):
-        row += LANES
+    row, others = size, slots * math.prod(shape[:start])
+    while rest := row % (whole := LANES * (n := shares(others * row)) // math.gcd(n, slots)):
+        row += whole - rest
     # Numbers need not lie together: then a share has to end where a record does.
-    whole = row == size and not slots * math.prod(own[:1]) % shares(others * row)
-    if whole or not on_cpu(tensors[0]):
+    if row == size and not slots * math.prod(own[:1]) % shares(others * row):
         return do(*args, **kwargs)
 
     def filled(arg: Any) -> Any:
@@ -167,7 +171,9 @@ def takes_rows(node: Node) -> bool:
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     tensors = [v for v in values if isinstance(v, Tensor)]
     alike = len(tensors) == len(values) and len({v.dtype for v in tensors[1:]}) == 1
-    return alike and rounds(node) and _is_pointwise(node) and not draws(node)
+    if not alike or not rounds(node) or not _is_pointwise(node):
+        return False
+    return not draws(node) and not cast(Any, node.target)._schema.is_mutable
 
 
 def rounds(node: Node) -> bool:
