@@ -433,10 +433,10 @@ def test_a_server_without_its_seen_ledgers_continues(federation):
     nodes[2].behave = lambda message, answer: _until(nodes[2], 3, answer)
     with pytest.raises(RuntimeError):
         run.refused()
-    (directory / "server" / "run" / "ledgers.json").unlink()
+    (directory / "server" / "ledgers.json").unlink()
     nodes[2].behave = lambda message, answer: answer()
     assert run.refused() == [{}] * 3
-    seen = json.loads((directory / "server" / "run" / "ledgers.json").read_bytes())
+    seen = json.loads((directory / "server" / "ledgers.json").read_bytes())
     ledgers = {node.site.name: [node.site.ledger.length, node.site.ledger.head] for node in nodes}
     assert {site: places[-1] for site, places in seen.items()} == ledgers
 

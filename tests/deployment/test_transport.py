@@ -593,12 +593,13 @@ def test_files_of_a_run_that_do_not_fit_are_reported(federation):
     run, _ = federation
     run()
     folder = run.directory / "server" / "run"
-    for name in ("ledgers.json", "state.safetensors", "rounds.jsonl"):
+    for name in ("../ledgers.json", "state.safetensors", "rounds.jsonl"):
         path = folder / name
         whole = path.read_bytes()
         for block in (b"\xff\x00", b"[1]"):
             path.write_bytes(block)
-            with pytest.raises(DataError, match=rf"{name} cannot be understood .* from a backup"):
+            told = rf"{path.name} cannot be understood .* from a backup"
+            with pytest.raises(DataError, match=told):
                 run()
         path.write_bytes(whole)
     state, before = folder / "state.safetensors", (folder / "rounds.jsonl").read_bytes()

@@ -55,10 +55,13 @@ _Place = tuple[int, str]
 
 
 class LedgerRegistry:
-    """The ledger heads that each site has shown. folder: a run's. Raises DataError: unreadable."""
+    """The ledger heads that each site has shown. directory: the server's.
 
-    def __init__(self, folder: Path) -> None:
-        self._path, self._changed = folder / "ledgers.json", False
+    A later run there continues with them, as a site's ledger does. Raises DataError: unreadable.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path, self._changed = directory / "ledgers.json", False
         self._seen = dict[str, list[_Place]]()
         with suppress(FileNotFoundError), parse_errors(self._path, _LOST):
             self._seen = {

@@ -4,6 +4,7 @@ A server's directory contains
 
     federation.toml, plan.json   the same at all parties
     test.npz                     a public test set with arrays x and y, optional
+    ledgers.json                 the last entries of sites' ledgers, in all its runs (admission)
     run/                         the run's folder, from which a restarted server continues
     run/handed-over.json         which sites have received the final model of which round
 
@@ -143,8 +144,8 @@ class Coordinator:
         return self.folder.path / ATTEMPTS
 
     def admission(self) -> Admission:
-        """Return the check of replies, with the ledgers that the run has seen."""
-        standing, longest = LedgerRegistry(self.folder.path), self.federation.checks.longest
+        """Return the check of replies, with the ledgers that the server has seen."""
+        standing, longest = LedgerRegistry(self.directory), self.federation.checks.longest
         return Admission(self.plan.method, self.terms, longest, standing, self._longest_sums)
 
     @cached_property

@@ -183,7 +183,8 @@ def advice(this: PendingRequests) -> str:
         told.append(
             f"{', '.join(wrong)}: another ledger than this server has seen. Find out with their "
             "owners whether a ledger was put back or a site runs twice "
-            "(docs/how-to/operate-a-deployment.md)"
+            "(docs/how-to/operate-a-deployment.md); for a new ledger of other records, remove the "
+            "site from server/ledgers.json"
         )
     if "terms" in said:
         told.append(
