@@ -147,6 +147,14 @@ def test_a_log_without_an_answer_is_not_a_release(site_dir):
     Site(site_dir).close()
 
 
+def test_a_site_with_a_reservation_reads_no_log(site_dir):
+    """Of a year it is long, and the ledger has the same."""
+    with Site(site_dir) as site:
+        told(site, 1)
+    (site_dir / "log.txt").mkdir()
+    Site(site_dir).close()
+
+
 def test_a_snapshot_of_the_whole_site_refuses_before_it_charges(site_dir, tmp_path):
     """Nothing on its own disk can tell; the server has seen a later ledger."""
     with Site(site_dir) as site:
@@ -299,6 +307,10 @@ def test_a_damaged_store_is_reported_and_reserves_nothing(site_dir, damage):
         Site(site_dir)
     assert not (site_dir / "ledger.jsonl").exists()
     (site_dir / "site.db").unlink()
+    (site_dir / "site.db").mkdir()
+    with pytest.raises(DataError, match=r"site\.db cannot be understood .it is a folder"):
+        Site(site_dir)
+    (site_dir / "site.db").rmdir()
     Site(site_dir).close()
 
 

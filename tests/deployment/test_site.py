@@ -210,6 +210,8 @@ def test_second_run_on_same_records_needs_policy_for_both(site_dir):
     ("file", "old", "new", "told"),
     [
         ("site.toml", 'name = "site-00"', 'name = "site-99"', "site-99"),
+        ("site.toml", 'data_set = "site-00"', 'data_set = ""', "data_set"),
+        ("site.toml", 'data_set = "site-00"', 'data_set = "a\\nb"', "data_set"),
         ("site.toml", '"records.npz"', '"nothing.npz"', "nothing.npz"),
         ("federation.toml", "shape = [1, 8, 8]", "shape = [1, 9, 9]", r"\(1, 9, 9\)"),
         ("federation.toml", 'seeds = "secure"', 'seeds = "none"', "seeds"),

@@ -74,9 +74,11 @@ def check_server(directory: Path) -> None:
 def renew(authority: Path, server: Path, host: str) -> None:
     """Renew the server's key and certificate. authority, server: their directories.
 
-    Raises PlanError: the authority is missing, or not this server's; or there is no server.
+    The server's signing key need not be there, so its copy at the authority will do. Raises
+    PlanError: the authority is missing or not this server's; or the directory is a site's.
     """
-    check_server(server)
+    if (server / "site.toml").exists():
+        raise PlanError(f"{server} is a site's directory: {_ADVICE}")
     if _authority_at(server).public_key() != _signer(authority).public_key():
         raise PlanError(
             f"{authority} is the authority of another federation than {server / 'ca.crt'}: name "

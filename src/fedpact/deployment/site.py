@@ -98,6 +98,9 @@ def check_left_behind(directory: Path, ledger: Path) -> None:
 
     A site reserves before it answers its first task, so no reply can be older than the ledger.
     """
+    # A ledger with a reservation settles it; the log may be a year's.
+    if reserved_runs(ledger):
+        return
     log = directory / "log.txt"
     kept = [name for name in _LEFT_BEHIND if read_store(directory, name) is not None]
     found = [f"{name!r} in {STORE_FILE}" for name in kept]

@@ -38,7 +38,7 @@ class SiteSettings(BaseModel):
     """A .npz, .csv or .parquet file."""
     label: str | None = None
     """The label's column in a table."""
-    data_set: str
+    data_set: OneLine = Field(min_length=1)
     """The name of the ledger: always the same for one set of records."""
     data_version: OneLine = ""
     """A version stated in receipts; "" for none."""

@@ -40,11 +40,13 @@ _DAMAGED = (
 class Store:
     """A site's store in its directory, created if missing.
 
-    Methods raise DataError: the file is damaged; OSError: no space, or no permission.
+    Methods raise DataError: the file is damaged, or a folder; OSError: no space, or no permission.
     """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / STORE_FILE
+        if self.path.is_dir():
+            raise DataError(f"{self.path} cannot be understood (it is a folder): {_DAMAGED}")
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, PRIVATE))
         with self._errors():
             self._db = sqlite3.connect(self.path, timeout=_WAIT_SECONDS, isolation_level=None)

@@ -153,8 +153,9 @@ class Policy(BaseModel):
         own = [terms.budget, *([self._allowed(evaluation)] if evaluation else [])]
         epsilon = add_budgets([reserved[0], max(each.epsilon for each in own)])
         delta = add_budgets([reserved[1], max(each.delta for each in own)])
-        _at_most("epsilon", epsilon, "epsilon_ever", self.epsilon_ever)
-        _at_most("delta", delta, "delta_ever", self.delta_ever)
+        larger = " with the larger one of the run's training and evaluations" * bool(evaluation)
+        _at_most(f"epsilon{larger}", epsilon, "epsilon_ever", self.epsilon_ever)
+        _at_most(f"delta{larger}", delta, "delta_ever", self.delta_ever)
         self._check_alone(terms, reserved[0] if reserved_alone is None else reserved_alone)
 
     def _allowed(self, evaluation: FullDataRelease) -> Budget:

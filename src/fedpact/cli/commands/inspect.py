@@ -172,6 +172,7 @@ def print_cost(found: SiteCheck) -> None:
     told = f"cost: the run {promised} (ε, δ) = ({upper(found.epsilon)}, {upper(found.delta)})"
     if found.evaluation is not None:
         told += ", and for held-out records ({}, {})".format(*map(upper, found.evaluation))
+        told += ", of which the larger counts"
     if found.epsilon_ever is not None:
         most = max(found.epsilon, (found.evaluation or (0.0,))[0])
         left = max(0.0, found.epsilon_ever - found.epsilon_before - most)

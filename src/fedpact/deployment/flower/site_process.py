@@ -138,7 +138,7 @@ def _unreached(address: str, directory: Path, why: str) -> str:
         return (
             f"the server at {address} hangs up on this site's key ({why}): its federation.toml has "
             "another one for this site, or it has not started with this one yet; compare "
-            "`sha256sum federation.toml` with the server's"
+            "`sha256sum federation.toml` with the server's. Or a firewall or proxy hangs up"
         )
     if "CERTIFICATE" not in why and "SSL" not in why:
         return (
