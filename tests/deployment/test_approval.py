@@ -127,6 +127,7 @@ def test_command_says_cost_and_releases_then_signs(unsigned):
     policy.write_text(text)
     signed = CliRunner().invoke(app, [*command, "--by", "A. Owner"])
     assert "Approved by A. Owner, of 1" in signed.output
+    assert "more approval" not in signed.output
     check_approved(unsigned)
 
 

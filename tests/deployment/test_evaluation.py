@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from tests.deployment.grid import NAMES, PATIENCE, SECURE, content, killed_before, stored
+from typer.testing import CliRunner
 
 from fedpact.cli.commands import deploy as command
+from fedpact.cli.main import app
 from fedpact.common.errors import LedgerError, PlanError, PolicyRefused
 from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.deployment.admission import LedgerRegistry
@@ -238,6 +240,11 @@ def test_an_owner_who_has_not_declared_it_releases_none(evaluated):
     )
     with pytest.raises(PolicyRefused, match=r"evaluation epsilon would be 4"):
         Site(evaluated)
+    policy.write_text(text.replace("epsilon_ever = 4.0", "epsilon_ever = 3.9"))
+    with pytest.raises(PolicyRefused, match=r"the larger one of .* would be 4: .*ever = 3\.9"):
+        Site(evaluated)
+    shown = CliRunner().invoke(app, ["deploy", "check", str(evaluated)]).output
+    assert "of which the larger counts" in " ".join(shown.split())
     policy.write_text(text.replace('"evaluation hits", ', ""))
     with pytest.raises(PolicyRefused, match="releases evaluation hits"):
         Site(evaluated)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedpact.common.errors import DataError, FedpactError, PolicyRefused
-from fedpact.common.format import counted, toml, toml_key
+from fedpact.common.format import toml, toml_key
 from fedpact.data.cells import NOT_UTF_8, Cells, find_named, read_columns, read_npz
 from fedpact.data.columns import ColumnDifference, FileColumn, declared_columns
 from fedpact.data.schema import Column, ValueRange
@@ -120,12 +120,6 @@ def check_site(directory: Path) -> SiteCheck:
         with _noted(found):
             _check_past(files)
         found.approvals = read_approvals(directory).missing
-        if found.approvals:
-            people = counted(found.approvals, "more approval")
-            found.remarks.append(
-                f"policy.toml requires {people} before the site opens: "
-                f"`fedpact deploy approve {directory} --by NAME`"
-            )
         with _noted(found):
             _count_cost(found, files, terms)
         readable = _look_at_columns(found, path, files)

@@ -132,7 +132,9 @@ def print_check(found: SiteCheck) -> None:
             out.print(f"  {line}")
     for problem in found.problems:
         out.print(f"problem: {problem}", style="red")
-    ready = "ready to start, once it is approved" if found.approvals else "ready to start"
+    ready = "ready to start"
+    if found.approvals:
+        ready += f", after {counted(found.approvals, 'more approval')}: `fedpact deploy approve`"
     bad = bool(found.problems)
     out.print("cannot start" if bad else ready, style="red" if bad else "green")
     out.print("Exact figures of this site's records, for its owner only; none of them is sent.")
