@@ -256,6 +256,21 @@ def test_an_owner_who_has_not_declared_it_releases_none(evaluated):
         assert spent(site) == 0
 
 
+def test_owner_is_told_if_records_change_during_a_run(evaluated, caplog):
+    """A changed record may have changed sides; before the run nothing depends on it."""
+    records = dict(np.load(evaluated / "records.npz"))
+    for begun in (False, True):
+        with Site(evaluated) as site:
+            if begun:
+                site.take_part()
+        assert "have changed since" not in caplog.text
+        records["x"][0] = records["x"][1]
+        records["x"] = records["x"][::-1]
+        np.savez(evaluated / "records.npz", **records)
+    Site(evaluated).close()
+    assert "have changed since" in caplog.text
+
+
 def test_a_lost_secret_is_not_replaced(evaluated):
     with Site(evaluated) as site:
         site.handle(ask(site))

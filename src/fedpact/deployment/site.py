@@ -482,9 +482,11 @@ class Site:
     def _load(self) -> Records:
         bench = self._bench if self._device.type == "cpu" else None
         own = own_records(self.files, bench)
-        if self.run not in reserved_runs(self.files.ledger):
+        begun = self.run in reserved_runs(self.files.ledger)
+        if not begun:
             # Once the run has begun, no invalid record may stop the site, as that reveals it.
             own.check(self.settings)
+        self._examiner.watch(own, begun=begun)
         held = self._examiner.split(own)
         self._examiner.take(own.raw[held], own.part(held).to(self._device))
         return own.part(~held).to(self._device)

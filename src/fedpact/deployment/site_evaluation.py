@@ -145,6 +145,7 @@ class Examiner:
     def __init__(self, files: SiteFiles, store: Store) -> None:
         name, federation, plan = files.name, files.federation, files.plan
         self._name, self._plan, self._groups = name, plan, federation.groups
+        self._run = federation.run
         self._of_persons = federation.person is not None
         self.form = federation.form(plan)
         self._test = federation.seeds == "test"
@@ -156,6 +157,24 @@ class Examiner:
         self.last = LastReply(store, "evaluation")
         self._store = store
         self._held: HeldOut | None = None
+
+    def watch(self, own: Own, *, begun: bool) -> None:
+        """Warn the owner if records have changed since the run was reserved (`begun`).
+
+        With other values a record may be on the other side. The log alone says so, as no record may
+        stop a site.
+        """
+        if not self.form.share or own.whose is not None:
+            return
+        name, now = f"{self._run}/records", own.digest
+        if not begun:
+            self._store.write(name, now)
+        elif self._store.read(name) not in (None, now):
+            _log.warning(
+                "the records, or [columns] in site.toml, have changed since this run began: a "
+                "changed record may be trained on as well as evaluated, and then costs both ε. Put "
+                "back the file and site.toml of the beginning until the run has ended"
+            )
 
     def split(self, own: Own) -> Tensor:
         """Return which of the site's records are held out, bool [n]."""
