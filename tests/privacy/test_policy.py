@@ -41,8 +41,8 @@ def test_three_times_what_was_promised_is_three_times_that():
         ("fedavg", terms(gradient=0.99), NOTHING, "smallest_sigma = 1"),
         ("fedavg", terms(epsilon=2.01), NOTHING, "epsilon_per_run = 2"),
         # Digits that make the difference are shown.
-        ("fedavg", terms(epsilon=2.0000001), NOTHING, r"would be 2\.0000001: .*per_run = 2$"),
-        ("fedavg", terms(gradient=0.9999999), NOTHING, r"would be 0\.9999999: .*sigma = 1$"),
+        ("fedavg", terms(epsilon=2.0000001), NOTHING, r"would be 2\.0000001: .*per_run = 2,"),
+        ("fedavg", terms(gradient=0.9999999), NOTHING, r"0\.9999999: .*sigma = 1, which its owner"),
         ("fedavg", terms(delta=1.1e-5), NOTHING, "delta_per_run"),
         ("fedavg", terms(), (1.01, 0.0), "epsilon_ever = 3"),
         ("fedavg", terms(), (0.0, 1.1e-5), "delta_ever"),

@@ -221,12 +221,14 @@ def sum_reservations(ledger: Ledger, run: str, policy: Policy) -> tuple[tuple[fl
 def _at_most(name: str, value: float, bound: str, limit: float) -> None:
     if not value <= limit:
         raise PolicyRefused(
-            f"{name} would be {value:.15g}: the site's policy has {bound} = {limit:.15g}"
+            f"{name} would be {value:.15g}: the site's policy has {bound} = {limit:.15g}, which "
+            "its owner alone may change"
         )
 
 
 def _at_least(name: str, value: float, bound: str, limit: float) -> None:
     if not value >= limit:
         raise PolicyRefused(
-            f"{name} would be {value:.15g}: the site's policy has {bound} = {limit:.15g}"
+            f"{name} would be {value:.15g}: the site's policy has {bound} = {limit:.15g}, which "
+            "its owner alone may change"
         )

@@ -126,7 +126,8 @@ def extend(
         f"{out}: run {found.run}, which begins with the final model. Copy all its files into every "
         f"party's directory, move {quote(str(server / 'run'))} away, and start all parties again. "
         "Each site's ledger, which stays where it is, counts both runs, so its owner raises "
-        "epsilon_ever and delta_ever in policy.toml first, or the site does not open."
+        "epsilon_ever and delta_ever in policy.toml first, and lowers smallest_sigma if this run "
+        "has less noise (`fedpact deploy check` says so), or the site does not open."
     )
 
 
