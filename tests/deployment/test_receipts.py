@@ -57,6 +57,10 @@ def test_it_states_purpose_data_and_date(site, receipt):
 def test_receipt_signature_verifies_against_the_federation(site, receipt):
     told = run("verify", receipt, "--federation", site / "federation.toml")
     assert "intact, signed by site 'site-00'" in told
+    (said,) = json.loads(receipt.read_text()).values()
+    for name, spend in said["runs"].items():
+        cost = f"ε {upper(spend['epsilon_spent'])} of {upper(spend['epsilon_reserved'])} spent"
+        assert f"{name}: {cost}" in told
     assert "says nothing" not in told
     assert "give --federation to check" in run("verify", receipt)
 

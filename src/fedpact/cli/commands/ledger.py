@@ -71,7 +71,12 @@ def _verdict(path: str, receipt: dict[str, Any]) -> str:
     lines = [f"{path}: intact: {entries}, each sealed by the hash of the one before"]
     if receipt["unreadable_last_line"]:
         lines.append(f"  it has {_TORN}")
-    lines += [
+    return "\n".join([*lines, *_spending(receipt)])
+
+
+def _spending(receipt: dict[str, Any]) -> list[str]:
+    """Return a line for each run of a receipt, and one for all of them."""
+    lines = [
         f"  {run}: ε {upper(spend['epsilon_spent'])} of {upper(spend['epsilon_reserved'])} spent, "
         f"δ = {upper(spend['delta'])}"
         for run, spend in receipt["runs"].items()
@@ -79,7 +84,7 @@ def _verdict(path: str, receipt: dict[str, Any]) -> str:
     if len(receipt["runs"]) > 1:
         whole = f"ε {upper(receipt['epsilon_reserved'])}, δ {upper(receipt['delta_reserved'])}"
         lines.append(f"  reserved by all runs together: {whole}")
-    return "\n".join(lines)
+    return lines
 
 
 @app.command()
@@ -117,7 +122,11 @@ def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
     with parse_errors(where, "ask the site's owner for the receipt again"):
         receipts = dict[str, Any](json.loads(where.read_bytes()))
     checked = {path: check_signature(told, known) for path, told in receipts.items()}
-    lines = [f"{path}: {told}" for path, told in checked.items()]
+    with parse_errors(where, "ask the site's owner for the receipt again"):
+        lines = [
+            "\n".join([f"{path}: {told}", *_spending(receipts[path])])
+            for path, told in checked.items()
+        ]
     console.show(
         {"intact": True, "signatures": checked},
         as_json,
