@@ -169,8 +169,8 @@ class Own:
     @property
     def digest(self) -> bytes:
         """A digest of the records' values and labels, in the order of the file."""
-        found = hashlib.sha256(self.raw.contiguous().numpy())
-        found.update(self.records.y.contiguous().numpy())
+        found = hashlib.sha256(self.raw.contiguous().numpy().tobytes())
+        found.update(self.records.y.contiguous().numpy().tobytes())
         return found.digest()
 
     def part(self, chosen: Tensor) -> Records:
