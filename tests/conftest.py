@@ -38,7 +38,7 @@ from fedpact.cli.main import main
 from fedpact.common import randomness
 from fedpact.common.losses import squared_error
 from fedpact.common.params import FlatModel
-from fedpact.per_sample import memory
+from fedpact.per_sample import passes
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.per_record import Alone
@@ -181,7 +181,7 @@ def card(monkeypatch):
             module = importlib.import_module(found.name)
             if "on_cpu" in vars(module):
                 monkeypatch.setattr(module, "on_cpu", lambda _: False)
-    monkeypatch.setattr(memory, "fitting", lambda run, device: 64)
+    monkeypatch.setattr(passes, "slots_that_fit", lambda run, device: 64)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from torch import nn
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.per_sample import memory
+from fedpact.per_sample import passes
 from fedpact.per_sample.kernel import PerSampleKernel
 
 GPU = torch.device("cuda")
@@ -15,29 +15,29 @@ GPU = torch.device("cuda")
 @pytest.fixture
 def gpu(monkeypatch, request):
     """A GPU of so many bytes, on which a pass takes 500 bytes and 30 for each slot."""
-    fitting = memory.fitting
+    fitting = passes.slots_that_fit
     request.getfixturevalue("card")
-    monkeypatch.setattr(memory, "fitting", fitting)
+    monkeypatch.setattr(passes, "slots_that_fit", fitting)
 
     def peak(run, slots, device):
         run(slots)
         return 500 + 30 * slots
 
-    monkeypatch.setattr(memory, "peak", peak)
-    return lambda size: monkeypatch.setattr(memory, "total", lambda device: size)
+    monkeypatch.setattr(passes, "peak_memory", peak)
+    return lambda size: monkeypatch.setattr(passes, "whole_memory", lambda device: size)
 
 
 @pytest.mark.parametrize("size", [3 * 10**3, 10**5, 10**9])
 def test_a_pass_takes_a_third_and_no_more(gpu, size):
     gpu(size)
-    most = memory.fitting(lambda slots: None, GPU)
+    most = passes.slots_that_fit(lambda slots: None, GPU)
     assert 500 + 30 * most <= size / 3
     assert 500 + 30 * (most + 1) > size / 3
 
 
 def test_there_is_room_for_one_record_at_least(gpu):
     gpu(10)
-    assert memory.fitting(lambda slots: None, GPU) == 1
+    assert passes.slots_that_fit(lambda slots: None, GPU) == 1
 
 
 def test_a_pass_is_as_long_as_fits_and_follows_from_no_record(gpu):

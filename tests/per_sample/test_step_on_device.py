@@ -12,7 +12,7 @@ from tests.per_sample.attacked import MODELS, made, records
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.secure import SecureDraws
-from fedpact.per_sample import memory
+from fedpact.per_sample import passes
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.tracing import export
 from fedpact.privacy import batches
@@ -34,7 +34,7 @@ def nothing_is_caught(monkeypatch):
         raise error
 
     monkeypatch.setattr(batches, "_good", refused)
-    monkeypatch.setattr(memory, "fitting", lambda run, device: 64)
+    monkeypatch.setattr(passes, "slots_that_fit", lambda run, device: 64)
     # Traces are moved to the device here, and other tests must not find those.
     monkeypatch.setattr(export, "_traces", {})
 

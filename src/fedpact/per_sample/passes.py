@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, fewer_digits, on_cpu
-from fedpact.per_sample import memory, norms
+from fedpact.per_sample import norms
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.dense import Dense
 from fedpact.per_sample.gradients import difference, part, together
@@ -140,7 +140,7 @@ class Passes:
                 found.add(c, found.norms.isfinite(), torch.zeros_like(self._model.vector))
 
             with torch.no_grad():
-                self._fits[form] = memory.fitting(run, x.device)
+                self._fits[form] = slots_that_fit(run, x.device)
         return self._fits[form]
 
     def over(self, x: Tensor, y: Tensor, layout: Placement, length: int = 0) -> Iterator[Pass]:
@@ -323,3 +323,31 @@ def one_each(losses: Tensor, batch: int) -> Tensor:
             "fedpact.common.losses has"
         )
     return losses
+
+
+_SHARE: Final = 3
+"""A pass takes a third of a GPU's memory at most, and differences, which are two, two thirds."""
+
+_FEW, _MORE = 8, 24
+"""Slots of two passes, of which the second's peak is higher by what the slots between take."""
+
+
+def slots_that_fit(run: Callable[[int], object], device: torch.device) -> int:
+    """Return how many slots a pass may have, at least 1. run: does a pass with so many."""
+    run(_FEW)  # libraries take memory of their own the first time
+    few, more = (peak_memory(run, slots, device) for slots in (_FEW, _MORE))
+    each = max(1, (more - few) // (_MORE - _FEW))
+    return max(1, _FEW + (whole_memory(device) // _SHARE - few) // each)
+
+
+def peak_memory(run: Callable[[int], object], slots: int, device: torch.device) -> int:
+    """Return how many bytes a pass with so many slots takes at most."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run(slots)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def whole_memory(device: torch.device) -> int:
+    """Return how many bytes a GPU has in all, in use or not."""
+    return torch.cuda.mem_get_info(device)[1]

@@ -1,4 +1,10 @@
-"""Changes to torch and Python while a model is traced, undone afterwards."""
+"""Changes to torch and Python while a model is traced, undone afterwards.
+
+Packed sequences are traced as padded rows with their lengths. torch concatenates the steps of all
+records, sorted by length, which would mix them. Here a PackedSequence has data [B, T, ...], zero
+after each record's last step, and the lengths [B] as `batch_sizes`; layers use these lengths for
+each record separately.
+"""
 
 import inspect
 import logging
@@ -14,12 +20,12 @@ from torch._export.utils import _compiling_state_context  # pyright: ignore[repo
 from torch.nn.modules import transformer
 from torch.nn.modules.transformer import _detect_is_causal_mask  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils import rnn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from fedpact.common.losses import Loss
 from fedpact.common.params import model_name
-from fedpact.per_sample.tracing import packed
-from fedpact.per_sample.tracing.replacements import embedding_bag
+from fedpact.per_sample.tracing.replacements import WITH_LENGTHS, embedding_bag
 
 _RECURRENT: Final = (nn.LSTM, nn.GRU, nn.RNN)
 _LOGGERS: Final = ("torch.fx", "torch._subclasses", "torch._dynamo", "torch._export")
@@ -83,8 +89,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     transformers look whether a mask is the causal one, for which there is a faster way to the same;
     a branch on its values would end the trace. x.data is x.detach(), as the tracer takes it for a
     constant without values.
-    Packed sequences are what `packed` has in place of torch's. Code given to torch.compile runs as
-    it was written.
+    Code given to torch.compile runs as it was written.
     """
     functions = [vars(m).get("forward", type(m).forward) for m in model.modules()]
     # Here, as these take a second to import, which most commands do without.
@@ -102,10 +107,10 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         (F, "affine_grid", _grid),
         # The search for an einsum's order compares sizes, also the batch's.
         (torch.backends.opt_einsum, "is_available", lambda: False),
-        *((kind, "forward", packed.forward) for kind in _RECURRENT),
+        *((kind, "forward", _forward_packed) for kind in _RECURRENT),
     ]
-    for name in ("pack_padded_sequence", "pad_packed_sequence"):
-        theirs, instead = getattr(rnn, name), getattr(packed, name)
+    for instead in (pack_padded_sequence, pad_packed_sequence):
+        theirs = getattr(rnn, name := instead.__name__)
         ours.append((rnn, name, instead))
         for scope in own.values():
             ours += [(scope, n, instead) for n, v in scope.items() if v is theirs]
@@ -247,3 +252,55 @@ def for_vmap() -> Generator[None]:
         yield
     finally:
         switch(True)
+
+
+def _present(data: Tensor, lengths: Tensor) -> Tensor:
+    """The mask of steps that are not padding, [B, T, 1, ...]."""
+    steps = torch.arange(data.shape[1], device=data.device)
+    present = steps < lengths.to(data.device).unsqueeze(1)
+    return present[(..., *[None] * (data.dim() - 2))]
+
+
+def pack_padded_sequence(
+    input: Tensor,
+    lengths: Any,
+    batch_first: bool = False,
+    enforce_sorted: bool = True,  # noqa: ARG001
+) -> PackedSequence:
+    """Like torch's, but always in the records' own order. A length of 0 counts as 1."""
+    data = input if batch_first else input.transpose(0, 1)
+    lengths = torch.as_tensor(lengths).to("cpu", torch.int64).clamp(1, data.shape[1])
+    return PackedSequence(torch.where(_present(data, lengths), data, 0), lengths)
+
+
+def pad_packed_sequence(
+    sequence: PackedSequence,
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    total_length: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Like torch's, but as long as the packed tensor instead of the longest record."""
+    data, lengths = sequence[:2]
+    out = torch.where(_present(data, lengths), data, padding_value)
+    if total_length is not None:
+        more = [0, 0] * (out.dim() - 2)
+        out = F.pad(out, [*more, 0, total_length - out.shape[1]], value=padding_value)
+    return out if batch_first else out.transpose(0, 1), lengths
+
+
+def _forward_packed(layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:
+    """The forward pass of nn.LSTM, nn.GRU or nn.RNN over such sequences."""
+    if not isinstance(input, PackedSequence):
+        return NotImplemented
+    data, lengths = input[:2]
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    if hx is None:
+        widths = [layer.proj_size or layer.hidden_size, layer.hidden_size]
+        states = [data.new_zeros(count, data.shape[0], width) for width in widths]
+        hx = states if layer.mode == "LSTM" else states[0]
+    weights = [weight for each in layer.all_weights for weight in each]
+    settings: list[Any] = [layer.bias, layer.num_layers, layer.dropout, layer.training]
+    out, *last = WITH_LENGTHS[layer.mode.lower()](
+        data, hx, weights, *settings, layer.bidirectional, True, lengths=lengths
+    )
+    return PackedSequence(out, lengths), tuple(last) if layer.mode == "LSTM" else last[0]
