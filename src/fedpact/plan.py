@@ -9,20 +9,16 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings
-from fedpact.algorithms.common.limits import Limits, Running, SecureSettings
-from fedpact.algorithms.wrappers import effective
+from fedpact.algorithms.wrappers import combine
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.combine import check_mode, combine_wrappers
 from fedpact.algorithms.wrappers.compression import CompressionSettings
 from fedpact.algorithms.wrappers.fairness import FairnessSettings
-from fedpact.algorithms.wrappers.local_optimizer import LocalSettings
+from fedpact.algorithms.wrappers.optimizers import LocalSettings, ServerSettings
 from fedpact.algorithms.wrappers.released_scales import why_not
 from fedpact.algorithms.wrappers.robust import RobustSettings
-from fedpact.algorithms.wrappers.server_optimizer import ServerSettings
 from fedpact.algorithms.wrappers.tau import ControlSettings
 from fedpact.common import configuration
-from fedpact.common.about import About
-from fedpact.common.clock import SimulatedClock
 from fedpact.common.configuration import (
     DEFAULTS_KEY,
     FROZEN,
@@ -38,6 +34,7 @@ from fedpact.common.files import safe_name
 from fedpact.common.format import upper
 from fedpact.common.notebook import CardFigure, card, frame
 from fedpact.common.randomness.seeded import Participants, size_of_round
+from fedpact.common.run_settings import About, Limits, Running, SecureSettings, SimulatedClock
 from fedpact.common.user_code import Named, get_handed_in
 from fedpact.data.features.settings import FeatureSettings
 from fedpact.data.features.stage import FeatureStage
@@ -117,7 +114,7 @@ class Plan(BaseModel):
             super().__init__(**configuration.plain(raw))
         except ValidationError as error:
             raise _refused(error, raw) from None
-        effective.check_used(self, typed)
+        combine.check_used(self, typed)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -137,7 +134,7 @@ class Plan(BaseModel):
         if why := why or why_not(self.records.released, self.features, self.privacy):
             raise ValueError(why)
         method, facts = self.method, self.method.facts
-        effective.check_numbers(self)
+        combine.check_numbers(self)
         check_mode(method, self.algorithm, mode)
         self.privacy.check_clips(self.rounds)
         if self.compression.kind == "auto":
@@ -191,12 +188,12 @@ class Plan(BaseModel):
         except ValidationError as error:
             tables = {"settings": module.Settings}
             raise plan_error(error, ("settings",), module.Settings, tables, Plan) from None
-        return effective.with_iterations(found, self.rounds) if self.privacy.calibrates else found
+        return combine.with_iterations(found, self.rounds) if self.privacy.calibrates else found
 
     @property
     def _control(self) -> ControlSettings:
         own, rounds = self.control, self.rounds
-        return effective.with_iterations(own, rounds) if self.privacy.calibrates else own
+        return combine.with_iterations(own, rounds) if self.privacy.calibrates else own
 
     def stage(self, at: Path = Path(), form: RecordForm | None = None) -> FeatureStage:
         """Return the stage that scales records and computes features.

@@ -14,7 +14,7 @@ from fedpact import algorithms
 from fedpact.algorithms import fedavg, mr_mtl
 from fedpact.algorithms.mr_mtl import Settings
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.algorithms.wrappers.server_optimizer import Averaged, ServerSettings, read_average
+from fedpact.algorithms.wrappers.optimizers import Averaged, ServerSettings, read_average
 from fedpact.client import read_memory
 from fedpact.common.losses import cross_entropy
 from fedpact.common.messages import Reply, State, Task

@@ -9,7 +9,7 @@ from tests.conformance.test_fixed_points import SITES, START
 import fedpact
 from fedpact import algorithms
 from fedpact.algorithms import apfl, ditto, fedavg, fedrep
-from fedpact.algorithms.wrappers import local_optimizer
+from fedpact.algorithms.wrappers import optimizers
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import Reply, State, Task
@@ -195,5 +195,5 @@ def test_fedreps_statement_says_whose_records_its_accuracy_is_of(tmp_path):
     assert done.summary["judged_records"] == held < 60
     stated = json.loads((tmp_path / "run" / "privacy.json").read_text())
     assert stated["accuracy_pooled"]
-    assert local_optimizer.MEASURED in stated["simulator_only"]
-    assert local_optimizer.TOLD.format(head=3) in stated["covers"]
+    assert optimizers.MEASURED in stated["simulator_only"]
+    assert optimizers.TOLD.format(head=3) in stated["covers"]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fedpact
-from fedpact.common.clock import SimulatedClock
 from fedpact.common.errors import PlanError
+from fedpact.common.run_settings import SimulatedClock
 
 SITES = ("a", "b", "c")
 NOTHING = dict.fromkeys(SITES, (0, 0))

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from fedpact import algorithms
-from fedpact.algorithms.wrappers.effective import USES
+from fedpact.algorithms.wrappers.combine import USES
 from fedpact.api import load, run
 from fedpact.cli.commands.run import resume
 from fedpact.common.configuration import DEFAULTS_KEY

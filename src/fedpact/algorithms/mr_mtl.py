@@ -114,7 +114,7 @@ def _averages(memory: State, settings: Settings) -> bool:
 def _averaged(held: Tensor, memory: State, settings: Settings) -> tuple[Tensor, int]:
     """Return the average of the own models up to `held`, and their number.
 
-    As wrappers.server_optimizer averages the server's models.
+    As wrappers.optimizers averages the server's models.
     """
     count, beta = int(memory.numbers.get(_COUNT, 0)) + 1, settings.average_decay
     before = memory.vectors.get(_AVERAGE, held)

@@ -15,10 +15,10 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedpact.common.about import OneLine
 from fedpact.common.errors import InputError, PolicyRefused
 from fedpact.common.files import write_whole
 from fedpact.common.format import counted, toml, upper
+from fedpact.common.run_settings import OneLine
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.site_records import SiteFiles, SiteSettings
 from fedpact.plan import Plan

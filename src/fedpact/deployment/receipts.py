@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from cryptography.hazmat.primitives import serialization
 
-from fedpact.common.about import About
 from fedpact.common.errors import LedgerError
 from fedpact.common.files import parse_errors
+from fedpact.common.run_settings import About
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.site_records import SiteSettings
 from fedpact.privacy.ledger.receipt import receipt

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from fedpact.algorithms.wrappers.optimizers import read_average
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
-from fedpact.algorithms.wrappers.server_optimizer import read_average
 from fedpact.common.errors import FedpactError, PlanError
 from fedpact.common.files import read_json_table
 from fedpact.common.format import exact_percent, headline_metric

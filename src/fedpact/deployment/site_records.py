@@ -9,8 +9,8 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from fedpact.common.about import OneLine
 from fedpact.common.errors import DataError, LedgerError, PlanError
+from fedpact.common.run_settings import OneLine
 from fedpact.data.advice import advise
 from fedpact.data.columns import FileColumn
 from fedpact.data.dataset import RecordFilter

@@ -401,7 +401,7 @@ def _number(value: float) -> float | None:
 class Early:
     """Early stopping by released accuracies.
 
-    accuracy, patience: see algorithms.common.limits.Limits. form: of the sites' releases about
+    accuracy, patience: see common.run_settings.Limits. form: of the sites' releases about
     held-out records; if they release nothing, the public accuracy in a round's record counts.
     """
 

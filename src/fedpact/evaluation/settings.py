@@ -85,7 +85,7 @@ class EvaluationSettings(BaseModel):
     ) -> None:
         """Raise ValueError if early stopping needs an accuracy that is not released during the run.
 
-        accuracy, patience, rounds: of the plan (algorithms.common.limits.Limits).
+        accuracy, patience, rounds: of the plan (common.run_settings.Limits).
         """
         early = accuracy is not None or patience is not None
         if not (early and private and self.used and self.releases):

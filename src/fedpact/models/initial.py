@@ -24,10 +24,10 @@ import torch
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 from torch import Tensor, nn
 
-from fedpact.common.about import JoinedText
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import ModelError, PlanError
 from fedpact.common.format import list_some
+from fedpact.common.run_settings import JoinedText
 from fedpact.common.user_code import brings_weights, is_own
 from fedpact.common.weights import block_of, lower_digest, read_checked, tensors_of
 from fedpact.models.constants import is_constant

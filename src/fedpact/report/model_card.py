@@ -15,10 +15,10 @@ from typing import Any, Final
 from jinja2 import Environment, StrictUndefined
 from pydantic import ValidationError
 
-from fedpact.common.about import About
 from fedpact.common.configuration import DEFAULTS_KEY, flatten, override, plan_error
 from fedpact.common.errors import PlanError
 from fedpact.common.format import counted, duration, number, percent, upper
+from fedpact.common.run_settings import About
 from fedpact.plan import Plan
 from fedpact.report import evaluations
 from fedpact.report.run_summary import BUDGETS, RunSummary

@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedpact.algorithms.wrappers.optimizers import read_average
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
-from fedpact.algorithms.wrappers.server_optimizer import read_average
 from fedpact.common.messages import RoundRecord, SiteScore, State
 from fedpact.common.params import FlatModel, on_cpu, threads
 from fedpact.common.records import SumsBySite

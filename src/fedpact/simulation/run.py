@@ -19,8 +19,8 @@ from typing import Any, Final
 from safetensors.torch import save as save_tensors
 from torch import nn
 
+from fedpact.algorithms.wrappers.optimizers import read_average
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
-from fedpact.algorithms.wrappers.server_optimizer import read_average
 from fedpact.common.check import count
 from fedpact.common.configuration import flatten
 from fedpact.common.errors import DataError, LedgerError, PlanError

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedpact.algorithms.wrappers import local_optimizer
+from fedpact.algorithms.wrappers import optimizers
 from fedpact.common.format import upper
 from fedpact.common.user_code import is_own
 from fedpact.evaluation.held_out import SumsForm
@@ -141,7 +141,7 @@ def of_simulation(scene: SimulationSetup) -> dict[str, Any]:
     simulator_only = list(_SIMULATOR_ONLY)
     headed = bool(scene.plan.head)
     if headed or scene.dataset.x_test is None:
-        simulator_only.append(local_optimizer.MEASURED if headed else _POOLED)
+        simulator_only.append(optimizers.MEASURED if headed else _POOLED)
     side = Side(
         randomness="seeded simulation",
         separation=scene.workshop.separation() if scene.plan.private else "",
@@ -176,7 +176,7 @@ def _covers(
         else "",
     ]
     if plan.head:
-        lines.append(local_optimizer.TOLD.format(head=plan.head))
+        lines.append(optimizers.TOLD.format(head=plan.head))
     elif plan.method.has_own_models:
         lines.append(_OWN_MODELS)
     lines.append(plan.participants(terms).describe())

@@ -12,7 +12,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
-from fedpact.algorithms.wrappers.local_optimizer import check_head
+from fedpact.algorithms.wrappers.optimizers import check_head
 from fedpact.common.errors import FedpactError, ModelError
 from fedpact.common.losses import Loss
 from fedpact.common.params import TOKENS, FlatModel, keeping_modes

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from fedpact.algorithms.fedavg import Settings
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.algorithms.wrappers.server_optimizer import Averaged, ServerSettings, read_average
+from fedpact.algorithms.wrappers.optimizers import Averaged, ServerSettings, read_average
 from fedpact.common.errors import PlanError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.messages import Reply

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.algorithms.wrappers.local_optimizer import check_head
+from fedpact.algorithms.wrappers.optimizers import check_head
 from fedpact.client import read_memory
 from fedpact.common.errors import PlanError
 from fedpact.common.losses import cross_entropy

@@ -7,7 +7,7 @@ import torch
 
 from fedpact.algorithms.fedavg import Settings
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.algorithms.wrappers.server_optimizer import ServerOptimised, ServerSettings
+from fedpact.algorithms.wrappers.optimizers import ServerOptimised, ServerSettings
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Reply, State
 from fedpact.plan import Plan

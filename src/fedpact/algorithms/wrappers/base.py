@@ -14,10 +14,8 @@ from torch import Tensor
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings, MethodFacts, fedavg
-from fedpact.common.messages import Local, Reply, State, Task, Vectors, join, split_state
+from fedpact.common.messages import Local, Reply, State, Task, Vectors, split_state
 from fedpact.privacy.oracle import Oracle, Range, Terms
-
-__all__ = ["Method", "MethodWrapper", "join", "split_state"]
 
 
 class Method:

@@ -14,9 +14,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
-from fedpact.algorithms.wrappers.base import Method, MethodWrapper, join, split_state
+from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.common.configuration import FROZEN
-from fedpact.common.messages import Local, Reply, State, Task
+from fedpact.common.messages import Local, Reply, State, Task, join, split_state
 from fedpact.privacy.oracle import Oracle
 
 _PREFIX = "fair/"

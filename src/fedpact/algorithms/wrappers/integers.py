@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
-from fedpact.algorithms.wrappers.local_optimizer import Stepped
+from fedpact.algorithms.wrappers.optimizers import Stepped
 from fedpact.common.errors import InputError, PolicyRefused
 from fedpact.common.messages import State, Task
 from fedpact.common.params import from_numpy

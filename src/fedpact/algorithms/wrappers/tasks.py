@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from fedpact.algorithms.common.limits import Limits
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.compression import START, DeltaTask, expand_task
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
@@ -21,6 +20,7 @@ from fedpact.common.errors import FedpactError
 from fedpact.common.messages import EVALUATION, RoundRecord, State, Task, Transport
 from fedpact.common.randomness.seeded import Participants
 from fedpact.common.run_folder import Checkpoint
+from fedpact.common.run_settings import Limits
 
 _DIGITS = 256  # bytes by which a message may exceed earlier ones, as numbers have more digits
 _log = logging.getLogger("fedpact.server")

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from fedpact.common.about import JoinedText
 from fedpact.common.configuration import FROZEN, check_kinds
 from fedpact.common.errors import InputError
+from fedpact.common.run_settings import JoinedText
 from fedpact.common.weights import lower_digest
 from fedpact.data.features.kinds import FEATURE_KINDS
 
