@@ -26,7 +26,7 @@ from experiments.made import made
 import fedpact
 from fedpact.data import load
 from fedpact.data.dataset import Dataset
-from fedpact.data.features.settings import FeatureSettings
+from fedpact.data.features.kinds import FeatureSettings
 from fedpact.simulation.setup import find_feature_cache
 
 HERE = Path(__file__).parent

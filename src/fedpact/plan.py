@@ -36,8 +36,8 @@ from fedpact.common.notebook import CardFigure, card, frame
 from fedpact.common.randomness.seeded import Participants, size_of_round
 from fedpact.common.run_settings import About, Limits, Running, SecureSettings, SimulatedClock
 from fedpact.common.user_code import Named, get_handed_in
-from fedpact.data.features.settings import FeatureSettings
-from fedpact.data.features.stage import FeatureStage
+from fedpact.data.features.extract import FeatureStage
+from fedpact.data.features.kinds import FeatureSettings
 from fedpact.data.partition import PartitionSettings
 from fedpact.data.schema import PlanRecords, RecordForm
 from fedpact.evaluation.held_out import Grouping, SumsForm, form_of

@@ -27,7 +27,7 @@ from torch import Tensor
 from fedpact.common.configuration import DEFAULTS_KEY, plan_error
 from fedpact.common.errors import PlanError
 from fedpact.common.format import counted
-from fedpact.data.features.stage import FeatureStage
+from fedpact.data.features.extract import FeatureStage
 from fedpact.data.schema import RecordForm
 from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.held_out import Grouping, SumsForm

@@ -34,8 +34,7 @@ from fedpact.common.weights import read_checked
 from fedpact.data.cells import SUFFIXES, Cells
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset, RecordFilter, with_columns
-from fedpact.data.features.extract import MadeBy
-from fedpact.data.features.stage import FeatureStage
+from fedpact.data.features.extract import FeatureStage, MadeBy
 from fedpact.data.inputs import check_shape, read_declared
 from fedpact.data.schema import RecordForm
 from fedpact.data.tables import Roles, Table, labels_of, of_arrays, read_numbers

@@ -13,8 +13,8 @@ from fedpact.common.errors import InputError
 from fedpact.common.format import upper
 from fedpact.common.params import FlatModel
 from fedpact.data.advice import advise, find_undeclared, square
-from fedpact.data.features.settings import FeatureSettings, suggest_features
-from fedpact.data.features.stage import FeatureStage
+from fedpact.data.features.extract import FeatureStage
+from fedpact.data.features.kinds import FeatureSettings, suggest_features
 from fedpact.models.build import build
 from fedpact.models.zoo import LogisticSettings
 from fedpact.plan import Plan

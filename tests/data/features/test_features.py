@@ -23,21 +23,20 @@ from fedpact.common.messages import Task
 from fedpact.common.params import threads
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.data.cells import read_npz
-from fedpact.data.features import extract, kinds, settings
-from fedpact.data.features.extract import Extractor, MadeBy, beside, features
+from fedpact.data.features import extract, kinds
+from fedpact.data.features.extract import Extractor, FeatureStage, MadeBy, beside, compute_features
 from fedpact.data.features.kinds import (
     DIRECTIONS,
     FEATURE_KINDS,
     MADE,
     FeatureKind,
+    FeatureSettings,
     Patches,
     Scattering,
     dead_leaves,
     gabor,
     generate_images,
 )
-from fedpact.data.features.settings import FeatureSettings
-from fedpact.data.features.stage import FeatureStage
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.simulation.setup import SimulationSetup
@@ -519,7 +518,7 @@ def test_a_kind_with_an_unknown_setting_is_an_error(monkeypatch):
         FEATURE_KINDS, "odd", FeatureKind(lambda *_: nn.Identity(), own=("colour",))
     )
     with pytest.raises(FedpactError, match="colour"):
-        check_kinds(FEATURE_KINDS, FeatureSettings, settings.SETTINGS_OF_NO_KIND)
+        check_kinds(FEATURE_KINDS, FeatureSettings, kinds.SETTINGS_OF_NO_KIND)
 
 
 # ---------------------------------------------------------------- weights of somebody's own
@@ -683,12 +682,12 @@ def counted(tmp_path):
 
 def test_the_cache_is_its_owners_alone_and_spares_the_work(tmp_path, counted):
     x, path = made(10), beside(tmp_path / "records.npz")
-    first = features(x, counted, path)
+    first = compute_features(x, counted, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    second = features(x, counted, path)
+    second = compute_features(x, counted, path)
     # As a copy may be.
     path.chmod(0o644)
-    assert torch.equal(features(x, counted, path).x, first.x)
+    assert torch.equal(compute_features(x, counted, path).x, first.x)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert counted.count == 10
     assert torch.equal(first.x, second.x)
@@ -698,24 +697,24 @@ def test_the_cache_is_its_owners_alone_and_spares_the_work(tmp_path, counted):
 
 def test_other_records_and_other_settings_have_other_features(tmp_path, counted):
     x, path = made(10), tmp_path / "f"
-    features(x, counted, path)
+    compute_features(x, counted, path)
     x[3, 0, 0, 0] += 1
-    assert torch.equal(features(x, counted, path).x, counted(x).x)
+    assert torch.equal(compute_features(x, counted, path).x, counted(x).x)
     other = Counted(FeatureSettings(kind="scattering", cells=2, whiten=False), SHAPE, 0, tmp_path)
-    assert torch.equal(features(x, other, path).x, other(x).x)
+    assert torch.equal(compute_features(x, other, path).x, other(x).x)
     whole = Extractor(other._settings, SHAPE, 1, tmp_path)
     assert whole.key != other.key
 
 
 def test_a_damaged_cache_is_rebuilt(tmp_path, counted):
     x, path = made(10), tmp_path / "f"
-    good = features(x, counted, path)
+    good = compute_features(x, counted, path)
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[-3] ^= 1
     for damaged in (bytes(flipped), whole[:-1], b""):
         path.write_bytes(damaged)
-        assert torch.equal(features(x, counted, path).x, good.x)
+        assert torch.equal(compute_features(x, counted, path).x, good.x)
         assert path.read_bytes() == whole
 
 
@@ -727,7 +726,7 @@ def test_a_file_that_is_not_a_cache_is_left_unchanged(tmp_path, counted, caplog,
     x, path = made(10), beside(tmp_path / "records.npz")
     path.write_bytes(theirs)
     with caplog.at_level(logging.WARNING, logger="fedpact"):
-        found = features(x, counted, path)
+        found = compute_features(x, counted, path)
     assert torch.equal(found.x, counted(x).x)
     assert path.read_bytes() == theirs
     assert "records.npz.features is no cache of features; move it" in caplog.text
@@ -742,7 +741,7 @@ def test_constant_features_are_warned_of(tmp_path, caplog):
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, counted, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING, logger="fedpact"):
-        found = features(made(3), counted, tmp_path / "file" / "f")
+        found = compute_features(made(3), counted, tmp_path / "file" / "f")
     assert found.good.all()
     assert "are not cached" in caplog.text
 

@@ -26,7 +26,7 @@ from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.common.check import positive
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, Reply, State, Task, join, split_state
-from fedpact.data.features.settings import FeatureSettings
+from fedpact.data.features.kinds import FeatureSettings
 from fedpact.privacy import column_scales
 from fedpact.privacy.oracle import Oracle, Range, Records, Terms, nearly
 from fedpact.privacy.settings import Privacy
