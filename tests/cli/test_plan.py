@@ -22,7 +22,7 @@ from fedpact.report.page import render_run
 from fedpact.report.run_summary import read_run
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
-from fedpact.studies.optimise import optimise_budgets
+from fedpact.studies.circumstances import optimise_budgets
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.plan import Plan
-from fedpact.report.comparable import differences
+from fedpact.report.compared_runs import differences
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.compare import read_plans
 

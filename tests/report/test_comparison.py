@@ -12,8 +12,13 @@ from scipy import stats
 
 from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.plan import Plan
-from fedpact.report.comparable import differences
-from fedpact.report.compared_runs import Comparison, SweepPoint, read_compared, run_folder
+from fedpact.report.compared_runs import (
+    Comparison,
+    SweepPoint,
+    differences,
+    read_compared,
+    run_folder,
+)
 from fedpact.report.comparison import (
     comparison_table,
     document,

@@ -26,13 +26,13 @@ from fedpact.common.params import FlatModel
 from fedpact.common.records import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
-from fedpact.report.comparable import differences
+from fedpact.report.compared_runs import differences
 from fedpact.report.model_card import render_model_card
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import read_run
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
-from fedpact.studies.optimise import optimise_budgets
+from fedpact.studies.circumstances import optimise_budgets
 
 SITES = tuple(f"site-0{i}" for i in range(5))
 PLAN = {

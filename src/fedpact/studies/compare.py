@@ -24,8 +24,14 @@ from fedpact.common.run_folder import Folder, find_unused_path
 from fedpact.common.user_code import is_handed
 from fedpact.data.dataset import Dataset
 from fedpact.plan import Plan
-from fedpact.report.comparable import DATA, differences
-from fedpact.report.compared_runs import RESUMABLE, Comparison, read_compared, run_folder
+from fedpact.report.compared_runs import (
+    DATA,
+    RESUMABLE,
+    Comparison,
+    differences,
+    read_compared,
+    run_folder,
+)
 from fedpact.report.comparison import (
     comparison_table,
     document,

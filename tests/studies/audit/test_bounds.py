@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedpact.common.errors import InputError
-from fedpact.studies.audit.bounds import one_run_epsilon, one_run_p_value
+from fedpact.studies.audit.one_run import one_run_epsilon, one_run_p_value
 
 
 def right(epsilon):

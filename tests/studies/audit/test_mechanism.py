@@ -12,7 +12,6 @@ import torch
 from scipy import stats
 
 from fedpact.common.randomness.seeded import round_shares, seeded_generator
-from fedpact.studies.audit.bounds import curve_p_value, make_loss_bound, refutes
 from fedpact.studies.audit.noise import (
     noise_alone,
     noise_levels,
@@ -20,6 +19,7 @@ from fedpact.studies.audit.noise import (
     queries_of,
     sampling_tests,
 )
+from fedpact.studies.audit.one_run import curve_p_value, make_loss_bound, refutes
 from fedpact.studies.audit.target import private_oracle
 
 # All five with -m slow.

@@ -41,7 +41,7 @@ def plan(
     check_keys(config, overrides)
     from fedpact.plan import Plan
     from fedpact.simulation.setup import SimulationSetup
-    from fedpact.studies.optimise import optimise_budgets
+    from fedpact.studies.circumstances import optimise_budgets
 
     if passes is not None and not optimise:
         raise InputError(f"--passes {passes:g} needs --optimise: give both, or leave it out")
