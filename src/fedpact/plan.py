@@ -40,8 +40,7 @@ from fedpact.data.features.extract import FeatureStage
 from fedpact.data.features.kinds import FeatureSettings
 from fedpact.data.partition import PartitionSettings
 from fedpact.data.schema import PlanRecords, RecordForm
-from fedpact.evaluation.held_out import Grouping, SumsForm, form_of
-from fedpact.evaluation.settings import EvaluationSettings
+from fedpact.evaluation.held_out import EvaluationSettings, Grouping, SumsForm, form_of
 from fedpact.evaluation.tasks import TaskSettings
 from fedpact.models.initial import InitialSettings
 from fedpact.models.views import ViewSettings

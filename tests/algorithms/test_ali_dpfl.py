@@ -16,7 +16,7 @@ from fedpact.common.run_folder import Checkpoint, Folder
 from fedpact.data.load import from_arrays
 from fedpact.deployment.admission import expect_form
 from fedpact.plan import Plan
-from fedpact.privacy.ledger.ledger import read_entries
+from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.report.page import write_report
 from fedpact.simulation.secure_aggregation.encoding import Form

@@ -17,7 +17,7 @@ from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
 from fedpact.data.load import from_arrays
 from fedpact.per_sample.kernel import PlainKernel
 from fedpact.plan import Plan
-from fedpact.privacy.ledger.ledger import read_entries
+from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.oracle import PlainOracle, Records
 from fedpact.simulation.simulate import simulate
 

@@ -8,7 +8,7 @@ from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import PlanError
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
-from fedpact.privacy.ledger.ledger import read_entries
+from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.simulation.simulate import simulate
 
 ROUNDS = 3

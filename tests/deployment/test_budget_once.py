@@ -32,7 +32,7 @@ from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store, read_store
-from fedpact.privacy.ledger.ledger import read_entries
+from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.simulation.secure_aggregation import keys
 
 STEPS = 2  # local iterations of a round: what each round is charged

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedpact.common.messages import RoundRecord
-from fedpact.evaluation.held_out import SumsForm
+from fedpact.evaluation.held_out import EvaluationSettings, SumsForm
 from fedpact.evaluation.intervals import (
     Sums,
     estimate_figures,
@@ -14,7 +14,6 @@ from fedpact.evaluation.intervals import (
     exact_outcome,
     roc_area,
 )
-from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.report.evaluations import compare_with_classes
 
 CLASSES, GROUPS = ("no", "yes"), ("a", "b")

@@ -13,9 +13,8 @@ from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import seeded_generator
-from fedpact.evaluation.held_out import HeldOut, SumsForm
+from fedpact.evaluation.held_out import EvaluationSettings, HeldOut, SumsForm
 from fedpact.evaluation.intervals import Sums, estimate_figures, exact_figures
-from fedpact.evaluation.settings import EvaluationSettings
 from fedpact.per_sample.kernel import PerSampleKernel
 
 TRIES = 400

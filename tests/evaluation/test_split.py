@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fedpact.common.randomness.seeded import seeded_generator
-from fedpact.evaluation.held_out import form_of, hold_out, key_of_seed
-from fedpact.evaluation.settings import EvaluationSettings
+from fedpact.evaluation.held_out import EvaluationSettings, form_of, hold_out, key_of_seed
 
 KEY = key_of_seed(0, "site-00")
 

@@ -11,8 +11,7 @@ from fedpact.common.errors import PlanError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import seeded_generator
-from fedpact.evaluation.held_out import Grouping, HeldOut, SumsForm, form_of
-from fedpact.evaluation.settings import EvaluationSettings
+from fedpact.evaluation.held_out import EvaluationSettings, Grouping, HeldOut, SumsForm, form_of
 from fedpact.per_sample.kernel import PerSampleKernel
 
 SETTINGS = EvaluationSettings(share=0.2, releases=["hits", "loss", "roc"], loss_bound=0.8, bins=4)

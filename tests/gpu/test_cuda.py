@@ -18,7 +18,7 @@ from fedpact.per_sample.layout import Placement
 from fedpact.plan import Plan
 from fedpact.privacy import batches
 from fedpact.privacy.accounting.accountant import Budget
-from fedpact.privacy.ledger.ledger import read_entries
+from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.simulate import simulate

@@ -16,7 +16,8 @@ from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.privacy.accounting.accountant import Budget, joint
 from fedpact.privacy.batches import BatchClippedKernel, clip_for
-from fedpact.privacy.ledger.ledger import Ledger, read_entries
+from fedpact.privacy.ledger.hash_chain import read_entries
+from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Charge, Fair, PlainOracle, PrivateOracle, Records, Uniform
 from fedpact.privacy.terms import Terms
 

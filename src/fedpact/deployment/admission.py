@@ -3,7 +3,7 @@
 ledgers.json    site -> [length, head] of its ledger in each of its last signed replies
 
 Every task names the ledger that the server saw last. A site whose own ledger does not continue from
-there refuses before it charges (privacy.ledger.rollback_guard). So of a restored ledger and of two
+there refuses before it charges (its RollbackGuard). So of a restored ledger and of two
 copies of one, at most one can continue. A reply with a shorter or different ledger comes from a
 modified site and is rejected. The last few ledgers are accepted too: a server that died after an
 evaluation asks for the round's training again, and the site repeats its stored reply.
@@ -41,7 +41,7 @@ from fedpact.common.messages import EVALUATION, FREE, Numbers, Reply, State, Tas
 from fedpact.common.params import FlatModel, all_finite
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.per_sample.kernel import PlainKernel
-from fedpact.privacy.ledger.rollback_guard import is_place
+from fedpact.privacy.ledger.ledger import is_place
 from fedpact.privacy.oracle import PlainOracle, Records
 from fedpact.privacy.reply_bounds import Range, find_fault, longest_reply
 from fedpact.privacy.terms import Terms

@@ -33,9 +33,8 @@ from fedpact.deployment.store import read_paid
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.hash_chain import Chained, read_entries
-from fedpact.privacy.ledger.ledger import check_opening
+from fedpact.privacy.ledger.ledger import RollbackGuard, check_opening
 from fedpact.privacy.ledger.reservations import over_runs
-from fedpact.privacy.ledger.rollback_guard import RollbackGuard
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.machine import device_of

@@ -74,8 +74,7 @@ from fedpact.deployment.store import (
 from fedpact.per_sample.layout import PLACEMENTS
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
-from fedpact.privacy.ledger.ledger import Ledger
-from fedpact.privacy.ledger.rollback_guard import RollbackGuard, is_place
+from fedpact.privacy.ledger.ledger import Ledger, RollbackGuard, is_place
 from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, sum_reservations
 from fedpact.privacy.terms import check_grid

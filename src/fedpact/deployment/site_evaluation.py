@@ -33,7 +33,8 @@ from fedpact.deployment.site_records import Own, SiteFiles, own_records
 from fedpact.deployment.store import LastReply, Store, read_store
 from fedpact.evaluation.held_out import HeldOut, charge_of, hold_out, key_of_seed
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model
-from fedpact.privacy.ledger.ledger import Ledger, read_entries
+from fedpact.privacy.ledger.hash_chain import read_entries
+from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Records
 from fedpact.simulation.workshop import Worker
 

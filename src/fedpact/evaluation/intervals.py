@@ -26,8 +26,7 @@ import numpy as np
 
 from fedpact.common.errors import PlanError
 from fedpact.common.records import RoundRecord, SumsBySite
-from fedpact.evaluation.held_out import SumsForm
-from fedpact.evaluation.settings import EvaluationSettings
+from fedpact.evaluation.held_out import EvaluationSettings, SumsForm
 from fedpact.privacy.accounting.accountant import epsilon
 
 # The factor by which noise on a grid may be larger (common.randomness.secure).

@@ -20,8 +20,6 @@ from fedpact.privacy.batches import (
     PerSampleBatch,
 )
 
-__all__ = ["MECHANISMS", "Mechanism", "check_mechanisms", "mechanism_of", "sensitivity"]
-
 
 @dataclass(frozen=True)
 class Mechanism:

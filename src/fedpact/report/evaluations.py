@@ -8,8 +8,8 @@ from typing import Any
 
 from fedpact.common.format import against_majority_class, number, percent, upper
 from fedpact.common.notebook import TextTable
+from fedpact.evaluation.held_out import DECLARE, OWNERS_ONLY
 from fedpact.evaluation.personal import METHOD, Gain, describe_joining
-from fedpact.evaluation.settings import DECLARE, OWNERS_ONLY
 from fedpact.report.run_summary import RunSummary
 
 _NUMBERS = ("records", "persons", "loss")

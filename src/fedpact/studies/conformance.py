@@ -27,7 +27,8 @@ from fedpact.common.randomness.seeded import SeededDraws, seeded_generator
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import Budget
-from fedpact.privacy.ledger.ledger import Ledger, read_entries
+from fedpact.privacy.ledger.hash_chain import read_entries
+from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Charge, Opening, Oracle, PlainOracle, PrivateOracle, Records
 from fedpact.privacy.terms import Terms
 

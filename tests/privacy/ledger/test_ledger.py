@@ -19,8 +19,8 @@ import pytest
 from fedpact.common.errors import BudgetExhausted, InputError, LedgerError, PolicyRefused
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, epsilon
 from fedpact.privacy.ledger import hash_chain
-from fedpact.privacy.ledger.hash_chain import read_all
-from fedpact.privacy.ledger.ledger import Ledger, read_entries
+from fedpact.privacy.ledger.hash_chain import read_all, read_entries
+from fedpact.privacy.ledger.ledger import Ledger
 
 CHEAP, DEAR = SampledGaussian(0.01, 4.0), SampledGaussian(0.02, 2.0)
 EVENTS = {CHEAP: 1000, DEAR: 20}
@@ -367,7 +367,8 @@ import sys
 from pathlib import Path
 from fedpact.common.errors import LedgerError
 from fedpact.privacy.ledger.hash_chain import read_all
-from fedpact.privacy.ledger.ledger import Ledger, read_entries
+from fedpact.privacy.ledger.hash_chain import read_entries
+from fedpact.privacy.ledger.ledger import Ledger
 path = Path(sys.argv[1])
 try:
     Ledger(path, "a", hypothetical=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedpact.common.errors import InputError
-from fedpact.studies.papers.proxvr_search import (
+from fedpact.studies.papers.fedproxvr import (
     Losses,
     decrease,
     least_a,

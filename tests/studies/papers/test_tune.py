@@ -20,8 +20,8 @@ from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.papers import fedproxvr
 from fedpact.studies.papers.fedfdp import Slopes, best_weight, noise_term
+from fedpact.studies.papers.fedproxvr import Losses, decrease, local_accuracy, most_tau
 from fedpact.studies.papers.measure import split_records
-from fedpact.studies.papers.proxvr_search import Losses, decrease, local_accuracy, most_tau
 
 SPEC = ("--L", "1", "--lam", "0.5", "--sigma2", "1", "--gamma", "0.01")
 

@@ -405,9 +405,8 @@ def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
 
 
 def _print_own(out: Console, own: dict[str, Any]) -> None:
-    from fedpact.evaluation.held_out import SumsForm
+    from fedpact.evaluation.held_out import EvaluationSettings, SumsForm
     from fedpact.evaluation.intervals import exact_figures
-    from fedpact.evaluation.settings import EvaluationSettings
 
     settings = EvaluationSettings.model_validate(own["settings"])
     form = SumsForm(settings, tuple(own["classes"]), tuple(own["groups"]), own["unit"])

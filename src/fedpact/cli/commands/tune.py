@@ -45,9 +45,8 @@ def fedproxvr(
     from fedpact.cli.console import show
     from fedpact.common.files import check_file
     from fedpact.report.run_summary import read_run
-    from fedpact.studies.papers.fedproxvr import draw, find_parameters, print_document
+    from fedpact.studies.papers.fedproxvr import Losses, draw, find_parameters, print_document
     from fedpact.studies.papers.measure import from_run
-    from fedpact.studies.papers.proxvr_search import Losses
 
     given = {"L": smoothness, "lam": weak_convexity, "sigma2": heterogeneity, "gamma": gamma}
     if out is not None:

@@ -31,8 +31,8 @@ from fedpact.privacy.accounting.accountant import (
 from fedpact.privacy.accounting.group_privacy import PERSON_RECORDS
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.hash_chain import Chained, LedgerEntry, read_all
+from fedpact.privacy.ledger.ledger import RollbackGuard
 from fedpact.privacy.ledger.reservations import FIXED, over_runs
-from fedpact.privacy.ledger.rollback_guard import RollbackGuard
 
 _PLACED = {
     "compact": "compact: batch invariance checked on this machine",

@@ -1,17 +1,264 @@
-"""FedProxVR's parameters: the output of `fedpact tune fedproxvr`, and its figure."""
+"""FedProxVR's bound on convergence, its best parameters (`fedpact tune fedproxvr`), and a figure.
+
+Each record's loss is L-smooth, each site's loss F_n is λ-weakly convex, its gradient no further
+from the global one than σ_n times that one's length; σ̄² = Σ p_n σ_n². A site solves
+F_n + (μ/2)‖w - w̄‖² with the step 1/(βL) in τ iterations, down to ‖∇J_n‖ <= θ‖∇F_n(w̄)‖; μ~ = μ -
+λ.
+Lemma 1 holds for β > 3 and
+
+    3(β²L² + μ²)/(θ² μ~ L (β - 3)) <= τ <= (5β² - 4β)/8              SARAH                     (13)
+                                      τ <= (5β² - 4β)/(8a) - 2       SVRG, a - 4 >= 4 sqrt(a(τ+1))
+
+The least such a is 4(sqrt(τ+1) + sqrt(τ+2))². Theorem 1: the mean squared gradient after T rounds
+is at most Δ(w⁰)/(ΘT), as far as Θ > 0,
+
+    Θ = (1/μ)[1 - θ sqrt(2(1+σ̄²)) - (2L/μ~) sqrt((1+θ²)(1+σ̄²)) - (2Lμ/μ~²)(1+θ²)(1+σ̄²)].
+
+The training time is Δ(w⁰)/ε · d_com · (1 + γτ)/Θ, γ = d_cmp/d_com. With L = 1 (μ and λ in its
+units), S = 1 + σ̄², x = μ - λ, b = β - 3 and θ² = 3(β² + μ²)/(x b τ) from Lemma 1, it goes as
+
+    (1 + γτ) μ / (1 - P),   P = θ sqrt(2S) + (2/x) sqrt((1+θ²)S) + (2μ/x²)(1+θ²)S,   P < 1.
+
+At a given τ it has one minimum, which closing in by thirds finds: μ, β, β² + μ² and so θ² are
+posynomials of x and b, hence P is log-convex in (log x, log b), and so is what remains of it after
+minimising over log b in an interval; then log μ - log(1 - P) is convex in log x. The best β at
+given μ, τ is 3 + sqrt(9 + μ²), or the end of its interval nearest to that. Grids that close in on
+the best τ do the rest: μ is less than the objective over (1 + γτ), which bounds τ.
+"""
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
+from fedpact.common import check
+from fedpact.common.errors import InputError
 from fedpact.common.files import check_file
 from fedpact.common.notebook import TextTable
-from fedpact.studies.papers.proxvr_search import Losses, Parameters, Solver, minimise
+
+Solver = Literal["sarah", "svrg"]
+"""The inner loops that Lemma 1 covers."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Assumption 1: L > 0, 0 <= λ <= L, σ̄² >= 0. Raises InputError.
+
+    An L-smooth loss is L-weakly convex, so a larger λ says nothing.
+    """
+
+    smoothness: float
+    weak_convexity: float
+    heterogeneity: float
+
+    def __post_init__(self) -> None:
+        check.positive(smoothness=self.smoothness)
+        check.non_negative(weak_convexity=self.weak_convexity)
+        check.non_negative(heterogeneity=self.heterogeneity)
+        if not self.weak_convexity <= self.smoothness:
+            raise InputError(
+                f"weak_convexity is {self.weak_convexity!r} and smoothness {self.smoothness!r}: "
+                "expected weak_convexity <= smoothness, which every smooth loss satisfies"
+            )
+
+    def excess(self, mu: float) -> float:
+        """Return μ~ = μ - λ, the strong convexity of a site's problem. Raises unless it is > 0."""
+        if not check.positive(mu=mu) > self.weak_convexity:
+            raise InputError(
+                f"mu is {mu!r}: expected mu > {self.weak_convexity!r}, the weak convexity, so that "
+                "each site's problem is strongly convex"
+            )
+        return mu - self.weak_convexity
+
+
+def least_a(tau: float) -> float:
+    """Return 4(sqrt(τ+1) + sqrt(τ+2))², the least a of SVRG's condition. τ >= 0."""
+    check.non_negative(tau=tau)
+    return 4 * (math.sqrt(tau + 1) + math.sqrt(tau + 2)) ** 2
+
+
+def most_tau(beta: float, solver: Solver = "sarah") -> int | None:
+    """Return the most local iterations that Lemma 1 allows at β > 3, None if not even 0.
+
+    >>> [most_tau(beta) for beta in (5, 10, 20)], [most_tau(beta, "svrg") for beta in (5, 10, 20)]
+    ([13, 57, 240], [None, 0, 2])
+    """
+    level = 5 * _beta(beta) ** 2 - 4 * beta
+    if solver == "sarah":
+        return math.floor(level / 8)
+    # a >= 16(τ + 1), so (τ + 1)² <= (τ + 1)(τ + 2) <= level/128 bounds the search.
+    tau = math.floor(math.sqrt(level / 128))
+    while tau >= 0 and not 8 * least_a(tau) * (tau + 2) <= level:
+        tau -= 1
+    return tau if tau >= 0 else None
+
+
+def least_beta(tau: float, solver: Solver = "sarah") -> float:
+    """Return the least β >= 3 whose upper bound in Lemma 1 is τ >= 0 or more."""
+    check.non_negative(tau=tau)
+    level = 8 * tau if solver == "sarah" else 8 * least_a(tau) * (tau + 2)
+    return max(3.0, (4 + math.sqrt(16 + 20 * level)) / 10)
+
+
+def local_accuracy(losses: Losses, mu: float, beta: float, tau: float) -> float:
+    """Return θ, the least that Lemma 1 proves after τ > 0 iterations; 1 or more is no progress."""
+    x, m = losses.excess(mu) / losses.smoothness, mu / losses.smoothness
+    return math.sqrt(3 * (_beta(beta) ** 2 + m**2) / (x * (beta - 3)) / check.positive(tau=tau))
+
+
+def decrease(losses: Losses, mu: float, theta: float) -> float:
+    """Return Θ of Theorem 1, 1/L times a number; <= 0 where the theorem says nothing.
+
+    mu: μ > λ. theta: θ >= 0. Raises InputError.
+    """
+    # In units of L, so that no square overflows.
+    x, spread = losses.excess(mu) / losses.smoothness, 1 + losses.heterogeneity
+    inexact = (1 + check.non_negative(theta=theta) ** 2) * spread
+    lost = theta * math.sqrt(2 * spread)
+    lost += 2 / x * math.sqrt(inexact)
+    lost += 2 * (mu / losses.smoothness / x) / x * inexact
+    return (1 - lost) / mu
+
+
+def _beta(beta: float) -> float:
+    if not check.finite(beta=beta) > 3:
+        raise InputError(f"beta is {beta!r}: expected a number with beta > 3, as Lemma 1 needs")
+    return beta
+
+
+Vector = NDArray[np.float64]
+
+_THIRDS: Final = 110
+_POINTS: Final = 300
+"""Values of τ in a grid."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What FedProxVR runs with, and what Lemma 1 and Theorem 1 then promise.
+
+    objective: (1 + γτ)/Θ, rounds times their cost in units of Δ(w⁰) d_com/ε. tau is an int where
+    the search was over whole numbers.
+    """
+
+    mu: float
+    beta: float
+    tau: float
+    theta: float
+    decrease: float
+    objective: float
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search in units of L. tight: τ at its upper bound, so that β follows from it."""
+
+    weak: float
+    spread: float
+    solver: Solver
+    tight: bool
+
+    @property
+    def least_x(self) -> float:
+        """What x exceeds where P < 1, as P >= (2/x)(sqrt(S) + S)."""
+        return 2 * (self.spread + math.sqrt(self.spread))
+
+    def best_beta(self, mu: Vector, least: Vector) -> Vector:
+        """Return the best β of those from `least`."""
+        return least if self.tight else np.maximum(least, 3 + np.sqrt(9 + mu**2))
+
+    def at(self, tau: Vector) -> tuple[Vector, Vector]:
+        """Return M(τ), the least μ/(1 - P) whatever γ, inf where there is none, and its μ."""
+        least = np.array([least_beta(float(t), self.solver) for t in tau])
+
+        def lost(x: Vector) -> Vector:
+            mu = x + self.weak
+            beta = self.best_beta(mu, least)
+            theta2 = 3 * (beta**2 + mu**2) / (x * (beta - 3) * tau)
+            inexact = (1 + theta2) * self.spread
+            p = np.sqrt(2 * self.spread * theta2) + 2 / x * np.sqrt(inexact)
+            return p + 2 * mu / x**2 * inexact
+
+        def height(log_x: Vector) -> Vector:
+            x = np.exp(log_x)
+            p = lost(x)
+            # Where P >= 1, towards the minimum of P.
+            return np.where(p < 1, np.log(x + self.weak) - np.log1p(-p), 1e6 * (1 + p))
+
+        left = np.full(tau.shape, math.log(self.least_x))
+        right = left + 60
+        with np.errstate(all="ignore"):  # β = 3, or a θ beyond float64: P is inf
+            for _ in range(_THIRDS):
+                third = (right - left) / 3
+                falls = height(left + third) > height(right - third)
+                left = np.where(falls, left + third, left)
+                right = np.where(falls, right, right - third)
+            x = np.exp((left + right) / 2)
+            p, mu = lost(x), x + self.weak
+            return np.where(p < 1, mu / (1 - p), np.inf), mu
+
+
+def minimise(
+    losses: Losses,
+    gamma: float,
+    solver: Solver = "sarah",
+    *,
+    tight: bool = True,
+    whole: bool = True,
+) -> Parameters:
+    """Return the μ, β, τ of least training time (1 + γτ)/Θ.
+
+    gamma: γ = d_cmp/d_com > 0. tight: τ at Lemma 1's upper bound, the paper's (15), (16) and (23);
+    else any β and τ that Lemma 1 allows, which is never worse (docs/notes/errata.md, V4). whole: τ
+    an integer, θ that of the integer; else a real number, as in the paper. Raises InputError.
+
+    >>> best = minimise(Losses(1.0, 0.5, 1.0), gamma=0.01)
+    >>> best.tau, round(best.mu, 1), round(best.beta, 1), round(best.objective, 1)
+    (226, 22.3, 19.4, 231.3)
+    """
+    check.positive(gamma=gamma)
+    if solver not in ("sarah", "svrg"):
+        raise InputError(f"solver is {solver!r}: expected sarah or svrg, which Lemma 1 covers")
+    weak = losses.weak_convexity / losses.smoothness
+    search = _Search(weak, 1 + losses.heterogeneity, solver, tight)
+    low, high = _ends(search, gamma, whole)
+    while True:
+        taus = np.geomspace(low, high, _POINTS)
+        if whole:
+            taus = np.unique(np.round(taus))
+        least, mus = search.at(taus)
+        best = int(((1 + gamma * taus) * least).argmin())
+        if high - low < _POINTS / 2 if whole else high < low * (1 + 1e-9):
+            break
+        low, high = float(taus[max(best - 1, 0)]), float(taus[min(best + 1, len(taus) - 1)])
+    tau = int(taus[best]) if whole else float(taus[best])
+    beta = float(search.best_beta(mus[best], np.array(least_beta(tau, solver))))
+    mu = float(mus[best]) * losses.smoothness
+    theta = local_accuracy(losses, mu, beta, tau)
+    per_round = decrease(losses, mu, theta)
+    return Parameters(mu, beta, tau, theta, per_round, (1 + gamma * tau) / per_round)
+
+
+def _ends(search: _Search, gamma: float, whole: bool) -> tuple[float, float]:
+    """Return the least and the largest τ that can be best."""
+    first = 33 / 8 if search.tight and search.solver == "sarah" else 1.0  # there β is 3
+    first = float(math.ceil(first)) if whole else first
+    starts: Vector = np.ldexp(first, np.arange(64))
+    some = float(((1 + gamma * starts) * search.at(starts)[0]).min())
+    if not math.isfinite(some):
+        raise InputError(
+            f"heterogeneity is {search.spread - 1!r}: no μ, β and τ within float64 have Θ > 0; "
+            "expected a smaller one"
+        )
+    last = max(first, (some / (search.least_x + search.weak) - 1) / gamma)
+    return first, float(math.floor(last)) if whole else last
+
 
 UNIT = "(1 + γτ)/Θ: training time in units of Δ(w⁰) d_com/ε, ε the accuracy asked for"
 ROWS = {
