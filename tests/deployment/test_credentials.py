@@ -14,7 +14,6 @@ from fedpact.cli.main import app
 from fedpact.common.errors import InputError
 from fedpact.deployment import keys
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.flower import credentials
 
 
 def federation(party):
@@ -22,11 +21,11 @@ def federation(party):
 
 
 def check_site(site):
-    credentials.check_site_keys(site, federation(site), "site-00")
+    keys.check_site_keys(site, federation(site), "site-00")
 
 
 def check_server(server):
-    credentials.check_server_keys(server, federation(server))
+    keys.check_server_keys(server, federation(server))
 
 
 def test_the_written_table_fits(deployment):
@@ -144,8 +143,7 @@ def test_a_server_says_which_of_its_files_is_wrong(deployment, what):
 def at(monkeypatch, days):
     """Have the clock be so many days ahead, where certificates are made and looked at."""
     there = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
-    for module in (credentials, keys):
-        monkeypatch.setattr(module, "now", lambda: there)
+    monkeypatch.setattr(keys, "now", lambda: there)
     return there
 
 

@@ -29,7 +29,7 @@ from fedpact.deployment.flower.site_process import listen
 from fedpact.deployment.local import die_with_parent
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
-from fedpact.simulation.flower import QUIET
+from fedpact.simulation.machine import QUIET
 from fedpact.simulation.secure_aggregation import keys
 
 BIN = Path(sys.executable).parent

@@ -23,7 +23,7 @@ from fedpact.common.errors import DataError, InputError
 from fedpact.common.format import percent
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import exclusive
-from fedpact.deployment import live
+from fedpact.deployment import snapshot
 from fedpact.deployment.snapshot import take_snapshot
 from fedpact.plan import Plan
 
@@ -57,7 +57,7 @@ def write(folder, *records):
 
 @contextmanager
 def serving(folder):
-    with live.create_server(folder) as server:
+    with snapshot.create_server(folder) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         yield server
@@ -71,7 +71,7 @@ def page(finished):
     with serving(finished.folder) as server:
 
         def get(path, **headers):
-            request = urllib.request.Request(live.address(server) + path, headers=headers)
+            request = urllib.request.Request(snapshot.address(server) + path, headers=headers)
             with urllib.request.urlopen(request, timeout=20) as answer:
                 return SimpleNamespace(headers=answer.headers, body=answer.read().decode())
 
@@ -237,7 +237,7 @@ def test_the_page_is_legible_and_self_contained(finished, unended):
     last = json.loads(lines[-1]) | {"refused": {long: "absent"}}
     (unended / "rounds.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last), ""]))
     with serving(unended) as server, chromium() as browser:
-        where, asked, said = live.address(server), [], []
+        where, asked, said = snapshot.address(server), [], []
         shown = browser.new_page()
         shown.on("request", lambda request: asked.append(request.url))
         shown.on("console", lambda message: said.append(message.text))
@@ -279,8 +279,8 @@ def test_an_epsilon_that_no_number_bounds_is_shown_as_such(unended):
     assert found["sites"]["site-00"]["epsilon_spent"] == math.inf
     assert found["sites"]["site-02"]["epsilon_spent"] is None
     labels = (("run", found["run"]), ("site", "site-00"))
-    assert parsed(live.text(found))["fedpact_epsilon_spent", labels] == math.inf
-    assert json.loads(live.encode_json(found))["sites"]["site-00"]["epsilon_spent"] == "inf"
+    assert parsed(snapshot.text(found))["fedpact_epsilon_spent", labels] == math.inf
+    assert json.loads(snapshot.encode_json(found))["sites"]["site-00"]["epsilon_spent"] == "inf"
 
 
 def test_an_accuracy_that_no_site_would_release_is_marked(folder, page):
@@ -293,7 +293,7 @@ def test_an_accuracy_that_no_site_would_release_is_marked(folder, page):
     found = take_snapshot(folder)
     assert {curve["of"] for curve in found["curves"]} == {"simulator only"}
     (line,) = (
-        line for line in live.text(found).splitlines() if line.startswith("fedpact_accuracy{")
+        line for line in snapshot.text(found).splitlines() if line.startswith("fedpact_accuracy{")
     )
     assert 'simulator_only="true"' in line
 
@@ -303,18 +303,18 @@ def test_status_once_as_json_and_for_no_run(finished, tmp_path):
     assert json.loads(done.stdout) == take_snapshot(finished.folder)
     with pytest.raises(DataError, match="has no run"):
         take_snapshot(tmp_path)
-    with live.create_server(finished.folder) as server:
+    with snapshot.create_server(finished.folder) as server:
         taken = server.server_address[1]
         with pytest.raises(InputError, match=f"--port {taken}"):
-            live.create_server(finished.folder, taken)
+            snapshot.create_server(finished.folder, taken)
 
 
 def test_ctrl_c_ends_it_without_a_traceback(finished, monkeypatch, capsys):
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(live.ThreadingHTTPServer, "serve_forever", interrupted)
-    live.watch(finished.folder, 0, as_json=False)
+    monkeypatch.setattr(snapshot.ThreadingHTTPServer, "serve_forever", interrupted)
+    snapshot.watch(finished.folder, 0, as_json=False)
     assert capsys.readouterr().out.endswith("ended\n")
 
 
@@ -324,8 +324,8 @@ def test_labels_are_escaped_and_infinity_has_a_name():
         "seconds": 0.5, "ledger_entries": 4, "refusals": {"budget": 2},
         "ledger": {"r": {"epsilon_spent": float("inf"), "epsilon_reserved": 1.0, "delta": 1e-5}},
     }  # fmt: skip
-    found = parsed(live.text(told))
+    found = parsed(snapshot.text(told))
     assert found["fedpact_epsilon_spent", (("run", "r"), ("site", 'a\\"b\\\\c'))] == float("inf")
     assert found["fedpact_refusals_total", (("code", "budget"), ("run", "r"),
                                             ("site", 'a\\"b\\\\c'))] == 2  # fmt: skip
-    assert json.loads(live.encode_json(told))["ledger"]["r"]["epsilon_spent"] == "inf"
+    assert json.loads(snapshot.encode_json(told))["ledger"]["r"]["epsilon_spent"] == "inf"

@@ -8,7 +8,7 @@ import pytest
 from tests.deployment.test_live import parsed
 
 from fedpact.common.errors import DataError
-from fedpact.deployment import live, store
+from fedpact.deployment import snapshot, store
 from fedpact.deployment.snapshot import take_snapshot
 from fedpact.privacy.ledger.receipt import receipt
 
@@ -27,14 +27,14 @@ def test_a_site_shows_its_own_ledger_and_no_other_site(federate):
     assert told["round"] == 2
     # That it is ready, two rounds, and the model at the end.
     assert (told["answers"], told["refusals"]) == (4, {})
-    text = live.encode_json(told) + live.text(told)
+    text = snapshot.encode_json(told) + snapshot.text(told)
     assert "site-00" in text
     assert not {"site-01", "site-02"} & set(re.findall(r"site-\d\d", text))
     # The server sees who was slow.
     of_server = take_snapshot(run.directory / "server")
     assert all(each["seconds"] is not None for each in of_server["sites"].values())
     assert take_snapshot(run.directory) == of_server
-    parsed(live.text(of_server))
+    parsed(snapshot.text(of_server))
 
 
 def test_refusals_are_counted_by_code_for_the_owner(federate):

@@ -33,7 +33,7 @@ from fedpact.deployment.flower.health import find_outage
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
-from fedpact.simulation.flower import QUIET, require_flower
+from fedpact.simulation.machine import QUIET, require_flower
 from fedpact.simulation.predict import OwnColumns
 from fedpact.simulation.secure_aggregation import keys
 
@@ -241,7 +241,7 @@ def test_nothing_is_written_over(written):
 
 
 def test_without_flower_the_extra_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr("fedpact.simulation.flower.find_spec", lambda _: None)
+    monkeypatch.setattr("fedpact.simulation.machine.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"fedpact\[deploy\]"):
         require_flower()
     for arguments in (["init", "d"], ["up", "d"]):
@@ -321,14 +321,14 @@ class Nowhere:
 
 def start_without_flower():
     """As where it is not installed: whoever may have loaded it is loaded anew."""
-    loads_it = "flwr", "fedpact.cli", "fedpact.deployment", "fedpact.simulation.flower"
+    loads_it = "flwr", "fedpact.cli", "fedpact.deployment", "fedpact.simulation.machine"
     for name in [name for name in sys.modules if name.startswith(loads_it)]:
         del sys.modules[name]
     sys.meta_path.insert(0, Nowhere())
-    import fedpact.simulation.flower
+    import fedpact.simulation.machine
     from fedpact.cli.main import main
 
-    fedpact.simulation.flower.find_spec = lambda _: None
+    fedpact.simulation.machine.find_spec = lambda _: None
     main()
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 import fedpact
 from fedpact.cli.commands.compare import _News, _print
-from fedpact.deployment.live import text as for_prometheus
 from fedpact.deployment.snapshot import take_snapshot
+from fedpact.deployment.snapshot import text as for_prometheus
 from fedpact.report.comparison import document
 
 RNG = np.random.default_rng(0)

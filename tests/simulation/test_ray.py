@@ -23,7 +23,7 @@ from fedpact.common.run_folder import Folder
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.oracle import Records
-from fedpact.simulation import flower
+from fedpact.simulation import machine
 from fedpact.simulation.simulate import simulate
 from fedpact.simulation.threads import VirtualSite
 from fedpact.simulation.workshop import TrainingSetup
@@ -237,22 +237,22 @@ def test_an_unknown_engine_is_refused(tmp_path):
 
 
 def test_without_the_extra_its_name_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(flower, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'fedpact\[ray\]'"):
         refuse(tmp_path, "ray")
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(flower, "find_spec", lambda name: object())
-    for name in (*flower.QUIET, "RAY_ADDRESS"):
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    for name in (*machine.QUIET, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_actions_that_an_actor_cannot_do_are_refused(tmp_path, installed):
     with pytest.raises(PlanError, match='engine "ray" trains on cores'):
         refuse(tmp_path, "ray", device="cuda")
-    assert {name: os.environ[name] for name in flower.QUIET} == flower.QUIET
+    assert {name: os.environ[name] for name in machine.QUIET} == machine.QUIET
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "nonsense"])

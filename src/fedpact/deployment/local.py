@@ -20,7 +20,7 @@ from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.site_evaluation import own_figures
 from fedpact.deployment.site_records import SiteSettings, read_receipt
 from fedpact.plan import Plan
-from fedpact.simulation.flower import require_flower
+from fedpact.simulation.machine import require_flower
 
 _GRACE_SECONDS = 10.0
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG

@@ -25,7 +25,7 @@ from fedpact.deployment.flower import program
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.privacy.accounting.apart import apart
-from fedpact.simulation.flower import require_flower
+from fedpact.simulation.machine import require_flower
 
 OnRound = Callable[[RoundRecord], None]
 _LOST_SECONDS = 3.0  # less than the 5 after which Flower would end the process with its own code
@@ -46,7 +46,8 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     Raises FedpactError: Flower is not installed, does not start, or the run cannot continue.
     """
     require_flower()
-    from fedpact.deployment.flower import credentials, server_process
+    from fedpact.deployment import keys
+    from fedpact.deployment.flower import server_process
 
     program.share_memory_pools()
     program.release_code()
@@ -54,7 +55,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         with apart():  # its child ends before this process grows
             coordinator = Coordinator.of(directory)
             coordinator.price()
-        credentials.check_server_keys(directory, coordinator.federation)
+        keys.check_server_keys(directory, coordinator.federation)
         _prepare(coordinator.federation.seeds == "test")
         host, port = coordinator.federation.address.rsplit(":", 1)
         own = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
@@ -76,7 +77,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         # start. The database of a SuperLink that was killed may be incomplete.
         for left in _home(directory).glob("superlink.db*"):
             left.unlink()
-        credentials.write_server_connections(directory, coordinator.federation)
+        keys.write_server_connections(directory, coordinator.federation)
         program.release_code()
 
         def report_and_release(record: RoundRecord) -> None:
@@ -95,13 +96,14 @@ def run_site(directory: Path) -> None:
     Raises FedpactError: Flower is not installed, or the site's files do not match.
     """
     require_flower()
-    from fedpact.deployment.flower import credentials, site_process
+    from fedpact.deployment import keys
+    from fedpact.deployment.flower import site_process
 
     program.release_code()
     with _file_errors(directory), _held(directory), apart(), Site(directory) as site:
         program.release_code()
-        credentials.check_site_keys(directory, site.federation, site.name)
-        credentials.write_site_connection(_home(directory).parent)
+        keys.check_site_keys(directory, site.federation, site.name)
+        keys.write_site_connection(_home(directory).parent)
         _prepare(site.federation.seeds == "test")
         tell = _Teller()
         with _ended_by_signals():

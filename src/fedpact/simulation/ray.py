@@ -22,8 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from fedpact.common.errors import FedpactError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.privacy.accounting.accountant import History
-from fedpact.simulation.flower import ray_address
-from fedpact.simulation.machine import available_cores
+from fedpact.simulation.machine import available_cores, ray_address
 from fedpact.simulation.threads import InProcess, VirtualSite
 from fedpact.simulation.workshop import TrainingSetup
 

@@ -48,8 +48,12 @@ from fedpact.privacy.policy import sum_reservations
 from fedpact.privacy.terms import Terms, charge_size
 from fedpact.rounds import Rounds
 from fedpact.simulation.evaluation import Evaluator, own_models, select_judged_labels
-from fedpact.simulation.flower import require_ray
-from fedpact.simulation.machine import allow_open_files, available_cores, keep_freed_memory
+from fedpact.simulation.machine import (
+    allow_open_files,
+    available_cores,
+    keep_freed_memory,
+    require_ray,
+)
 from fedpact.simulation.predict import Evaluated, Predictions, Predictor, RecordedForm
 from fedpact.simulation.run import (
     check_complete,

@@ -67,7 +67,7 @@ def init(
     from fedpact.deployment.files import Choices, write_deployment
     from fedpact.deployment.packaging import SERVER_HOSTS, write_package
     from fedpact.plan import Plan
-    from fedpact.simulation.flower import require_flower
+    from fedpact.simulation.machine import require_flower
 
     require_flower()
     seeds = "test" if test_seeds else "secure"
@@ -189,7 +189,7 @@ def up(
     from fedpact.cli.commands.inspect import check_before_start
     from fedpact.deployment import local
     from fedpact.deployment.site_records import SiteSettings
-    from fedpact.simulation.flower import require_flower
+    from fedpact.simulation.machine import require_flower
 
     require_flower()
     if local.SERVER not in (places := local.parties(directory)) or len(places) < 2:

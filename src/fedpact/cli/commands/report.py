@@ -62,9 +62,9 @@ def watch(
     as_json: AsJson = False,
 ) -> None:
     """Show a run live in the browser: rounds, ε by site, bytes, slow sites."""
-    from fedpact.deployment import live
+    from fedpact.deployment import snapshot
 
-    live.watch(directory, port, as_json)
+    snapshot.watch(directory, port, as_json)
 
 
 def predict(
