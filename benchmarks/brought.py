@@ -29,7 +29,7 @@ from benchmarks.child import call
 from benchmarks.machine import describe
 from benchmarks.problems import Problem
 from fedpact import api
-from fedpact.models.named_inputs import with_named_inputs
+from fedpact.models.hugging_face import with_named_inputs
 
 RESULTS = Path(__file__).parent / "brought.json"
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "hugging-face.md"

@@ -13,11 +13,10 @@ from fedpact.algorithms.wrappers import combine
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.combine import check_mode, combine_wrappers
 from fedpact.algorithms.wrappers.compression import CompressionSettings
-from fedpact.algorithms.wrappers.fairness import FairnessSettings
+from fedpact.algorithms.wrappers.fairness_and_control import ControlSettings, FairnessSettings
 from fedpact.algorithms.wrappers.optimizers import LocalSettings, ServerSettings
 from fedpact.algorithms.wrappers.released_scales import why_not
 from fedpact.algorithms.wrappers.robust import RobustSettings
-from fedpact.algorithms.wrappers.tau import ControlSettings
 from fedpact.common import configuration
 from fedpact.common.configuration import (
     DEFAULTS_KEY,
@@ -43,8 +42,7 @@ from fedpact.data.schema import PlanRecords, RecordForm
 from fedpact.evaluation.held_out import EvaluationSettings, Grouping, SumsForm, form_of
 from fedpact.evaluation.tasks import TaskSettings
 from fedpact.models.initial import InitialSettings
-from fedpact.models.views import ViewSettings
-from fedpact.models.zoo import LogisticSettings
+from fedpact.models.zoo import LogisticSettings, ViewSettings
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import FullDataRelease, Terms
 

@@ -10,9 +10,9 @@ from fedpact.common.errors import InputError, PlanError, PolicyRefused
 from fedpact.common.format import upper
 from fedpact.common.run_folder import Folder
 from fedpact.deployment import keys
-from fedpact.deployment.approval import APPROVAL_FILE, approve, check_approved, read_approvals
 from fedpact.deployment.check import check_site
 from fedpact.deployment.files import Choices, write_deployment
+from fedpact.deployment.signatures import APPROVAL_FILE, approve, check_approved, read_approvals
 from fedpact.deployment.site import Site
 from fedpact.deployment.snapshot import take_snapshot
 from fedpact.plan import Plan

@@ -11,7 +11,7 @@ from fedpact.cli.main import app
 from fedpact.common.errors import DataError, LedgerError
 from fedpact.common.format import upper
 from fedpact.common.run_folder import Folder
-from fedpact.deployment.receipts import cost_per_person
+from fedpact.deployment.signatures import cost_per_person
 from fedpact.deployment.site import Site
 
 

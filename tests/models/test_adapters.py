@@ -9,8 +9,7 @@ from torch import nn
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.models.adapters import check_adapters
-from fedpact.models.named_inputs import NamedInputs
+from fedpact.models.hugging_face import NamedInputs, check_adapters
 from fedpact.per_sample.kernel import PerSampleKernel
 
 

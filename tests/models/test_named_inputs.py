@@ -9,7 +9,7 @@ from torch import nn
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import UNLABELLED, pixel_entropy
 from fedpact.models.build import build
-from fedpact.models.named_inputs import NamedInputs, reads_ahead, with_named_inputs
+from fedpact.models.hugging_face import NamedInputs, reads_ahead, with_named_inputs
 
 IDS = torch.tensor([[5, 3, 0], [2, 4, 6]])
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])

@@ -16,7 +16,7 @@ from fedpact.common.errors import FedpactError
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel, model_name
 from fedpact.models.build import build
-from fedpact.models.views import Views, ViewSettings, make_views
+from fedpact.models.zoo import Views, ViewSettings, make_views
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.plan import Plan

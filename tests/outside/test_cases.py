@@ -6,7 +6,7 @@ from torch import nn
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.models.named_inputs import with_named_inputs
+from fedpact.models.hugging_face import with_named_inputs
 from fedpact.per_sample.kernel import PerSampleKernel
 
 pytestmark = pytest.mark.filterwarnings("ignore")

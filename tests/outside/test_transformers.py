@@ -9,7 +9,7 @@ import torch
 import fedpact
 from fedpact.common.losses import UNLABELLED, pixel_entropy
 from fedpact.models.constants import is_constant
-from fedpact.models.named_inputs import with_named_inputs
+from fedpact.models.hugging_face import with_named_inputs
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("needs transformers: pip install 'fedpact[outside]'", allow_module_level=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.models.views import Views, ViewSettings
+from fedpact.models.zoo import Views, ViewSettings
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
 

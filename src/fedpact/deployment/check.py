@@ -18,8 +18,8 @@ from fedpact.data.cells import NOT_UTF_8, Cells, find_named, read_columns, read_
 from fedpact.data.columns import ColumnDifference, FileColumn, declared_columns
 from fedpact.data.schema import Column, ValueRange
 from fedpact.data.summary import ColumnCells, ColumnSummary, count_classes, summarise_array
-from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.keys import check_site_keys
+from fedpact.deployment.signatures import read_approvals
 from fedpact.deployment.site import check_left_behind, reserved_runs
 from fedpact.deployment.site_evaluation import find_examiner_key
 from fedpact.deployment.site_records import (

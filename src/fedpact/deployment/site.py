@@ -4,7 +4,7 @@ A site's directory contains
 
     site.toml           the owner's settings, such as the path of the records (site_records)
     policy.toml         the owner's limits (privacy.policy)
-    approval.toml       signatures for policy, plan and federation (deployment.approval)
+    approval.toml       signatures for policy, plan and federation (deployment.signatures)
     federation.toml     the run and its parties
     plan.json           the plan
     ledger.jsonl        reservations and charges, unless site.toml gives another path
@@ -58,9 +58,9 @@ from fedpact.common.params import FlatModel, all_finite
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.common.run_folder import RUN
-from fedpact.deployment.approval import check_approved
 from fedpact.deployment.final_model import FinalModel, describe_ending, read_ending
 from fedpact.deployment.secure import masker_of
+from fedpact.deployment.signatures import check_approved
 from fedpact.deployment.site_evaluation import Examiner, count_answer
 from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.deployment.store import (

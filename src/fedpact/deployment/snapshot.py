@@ -33,11 +33,11 @@ from fedpact.common.files import read_json_table
 from fedpact.common.format import against_majority_class, counted
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import WAITS, folder_of_run
-from fedpact.deployment.approval import read_approvals
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.server import FILE as HANDED_OVER
+from fedpact.deployment.signatures import read_approvals
 from fedpact.deployment.site_evaluation import PROGRESS, Progress
 from fedpact.deployment.site_records import SiteSettings
 from fedpact.deployment.store import read_store

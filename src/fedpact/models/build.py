@@ -16,7 +16,7 @@ from fedpact.common.errors import ModelError
 from fedpact.common.params import keeping_modes
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
-from fedpact.models.named_inputs import NamedInputs, is_span, with_named_inputs
+from fedpact.models.hugging_face import NamedInputs, is_span, with_named_inputs
 from fedpact.models.prepare import find_obstacles, told_together
 from fedpact.models.watched_pass import find_in_pass, with_lines
 

@@ -28,8 +28,14 @@ from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import ModelError, PlanError
 from fedpact.common.format import list_some
 from fedpact.common.run_settings import JoinedText
-from fedpact.common.user_code import brings_weights, is_own
-from fedpact.common.weights import block_of, lower_digest, read_checked, tensors_of
+from fedpact.common.user_code import (
+    block_of,
+    brings_weights,
+    is_own,
+    lower_digest,
+    read_checked,
+    tensors_of,
+)
 from fedpact.models.constants import is_constant
 
 _WIDE: Final = {"b": bool, "i": np.int64, "u": np.int64, "f": np.float64, "c": np.complex128}

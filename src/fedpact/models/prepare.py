@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from fedpact.common.errors import InputError
 from fedpact.common.format import list_some
-from fedpact.models.named_inputs import with_named_inputs
+from fedpact.models.hugging_face import with_named_inputs
 from fedpact.models.watched_pass import find_in_pass
 from fedpact.models.zoo import replace_batchnorm
 

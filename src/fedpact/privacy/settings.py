@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 from fedpact.common import check
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
-from fedpact.common.randomness.schedules import ScheduleKind, factor
+from fedpact.common.run_settings import ScheduleKind, factor
 from fedpact.per_sample.clipping import check_clip
 from fedpact.privacy import column_scales
 from fedpact.privacy.accounting.accountant import (

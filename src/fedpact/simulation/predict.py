@@ -29,8 +29,7 @@ from fedpact.common.format import counted, format_metric, list_some
 from fedpact.common.messages import SiteScore
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
-from fedpact.common.user_code import model_again
-from fedpact.common.weights import read_checked
+from fedpact.common.user_code import model_again, read_checked
 from fedpact.data.cells import SUFFIXES, Cells
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset, RecordFilter, with_columns

@@ -38,7 +38,7 @@ from fedpact.evaluation.personal import (
     on_held_out,
     personalise_model,
 )
-from fedpact.models.adapters import store_adapters
+from fedpact.models.hugging_face import store_adapters
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import History, add_budgets
 from fedpact.privacy.ledger.ledger import Ledger

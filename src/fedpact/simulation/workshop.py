@@ -21,13 +21,11 @@ from fedpact.common.user_code import is_own
 from fedpact.data.tokens import is_next_token
 from fedpact.evaluation.metrics import check_measures
 from fedpact.evaluation.tasks import check_loss
-from fedpact.models.adapters import check_adapters
 from fedpact.models.build import build
+from fedpact.models.hugging_face import NamedInputs, check_adapters, reads_ahead
 from fedpact.models.initial import check_apart, check_repeated, fill
-from fedpact.models.named_inputs import NamedInputs, reads_ahead
-from fedpact.models.views import Views
 from fedpact.models.watched_pass import with_lines
-from fedpact.models.zoo import check_vocabulary
+from fedpact.models.zoo import Views, check_vocabulary
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layers import is_torchs
 from fedpact.per_sample.passes import WAYS

@@ -8,7 +8,7 @@ import torch
 from fedpact.algorithms.wrappers.integers import weights
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Task
-from fedpact.common.randomness.schedules import Scheduled
+from fedpact.common.run_settings import Scheduled
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.conformance import HandFederation, method_of

@@ -16,7 +16,12 @@ from fedpact.algorithms.common.fairness import FairRelease
 from fedpact.algorithms.common.tau_control import STEPS_A_ROUND, Ali
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.algorithms.wrappers.compression import Compressed, CompressionSettings, Gridded
-from fedpact.algorithms.wrappers.fairness import FairMethod, FairnessSettings
+from fedpact.algorithms.wrappers.fairness_and_control import (
+    Controlled,
+    ControlSettings,
+    FairMethod,
+    FairnessSettings,
+)
 from fedpact.algorithms.wrappers.optimizers import (
     Averaged,
     Headed,
@@ -27,7 +32,6 @@ from fedpact.algorithms.wrappers.optimizers import (
 )
 from fedpact.algorithms.wrappers.released_scales import Released
 from fedpact.algorithms.wrappers.robust import Robust, RobustSettings
-from fedpact.algorithms.wrappers.tau import Controlled, ControlSettings
 from fedpact.common.configuration import flatten
 from fedpact.common.errors import PlanError
 from fedpact.common.run_settings import SecureSettings

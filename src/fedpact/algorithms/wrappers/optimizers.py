@@ -34,7 +34,7 @@ McMahan. Adaptive federated optimization. arXiv 2003.00295. Momentum: Hsu, Qi, B
     yogi      m as above,  v ← v - (1 - β2) Δ² sign(v - Δ²)        w ← w + η_s m / (sqrt(v) + a)
 
 with v = a² at the start. η_s may depend on the round t of T by a public function, η_s f(t); see
-common.randomness.schedules. With one local step per round this is a schedule of η itself.
+common.run_settings. With one local step per round this is a schedule of η itself.
 
 An average of the models w_1, w_2, ... is kept in addition to the last one and never sent to sites
 (Polyak, Juditsky, SIAM J. Control Optim. 30, 1992; tail: Rakhlin, Shamir, Sridharan,
@@ -60,7 +60,7 @@ from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, Reply, State, Task, join, split_state
-from fedpact.common.randomness.schedules import Scheduled
+from fedpact.common.run_settings import Scheduled
 from fedpact.privacy.oracle import Batch, Oracle, OracleWrapper, Weighting
 
 _HEADS: Final = "heads/"

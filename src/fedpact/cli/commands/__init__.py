@@ -1,4 +1,4 @@
-"""The sub-commands of `fedpact`: one file for each, found by its file name.
+"""The sub-commands of `fedpact`, each found by its file's name, or in another's file (_COMMAND_FILE).
 
 A file has a function of its own name, or an `app` with sub-commands. It is loaded to show help and
 for completion, so it imports only light modules at its top; other imports are in the functions.
@@ -19,10 +19,12 @@ from fedpact.common.errors import FedpactError
 _COMMAND_FILE = {
     "algorithms": "settings",
     "evaluate": "report",
+    "export": "report",
     "extend": "run",
     "init": "settings",
     "predict": "report",
     "resume": "run",
+    "tradeoffs": "account",
     "watch": "report",
 }
 """Commands that are defined in another command's file."""

@@ -146,11 +146,11 @@ def approve(
 ) -> None:
     """Show in plain words what a site will release, and at what cost; with --by, sign."""
     from fedpact.cli.commands.inspect import print_cost, refuse
-    from fedpact.deployment import approval
+    from fedpact.deployment import signatures
     from fedpact.deployment.check import check_site
 
     out = plain_console()
-    out.print(approval.describe(directory))
+    out.print(signatures.describe(directory))
     found = check_site(directory)
     print_cost(found)
     if found.remarks:
@@ -162,7 +162,9 @@ def approve(
             out.print(f"It cannot start: {problem}", style="red")
     else:
         refuse(found)
-    state = approval.read_approvals(directory) if by is None else approval.approve(directory, by)
+    state = (
+        signatures.read_approvals(directory) if by is None else signatures.approve(directory, by)
+    )
     names = ", ".join(state.names) or "nobody"
     more = f"; {state.missing} more to go, with --by NAME" if state.missing else ""
     out.print(f"\nApproved by {names}, of {state.needed} that policy.toml asks for{more}.")
@@ -304,18 +306,18 @@ def model(
 
 
 def _approve_all(sites: Sequence[Path], yes: bool) -> None:
-    from fedpact.deployment import approval
+    from fedpact.deployment import signatures
 
-    waiting = [where for where in sites if approval.read_approvals(where).missing]
+    waiting = [where for where in sites if signatures.read_approvals(where).missing]
     for where in waiting:
-        plain_console().print(approval.describe(where))
+        plain_console().print(signatures.describe(where))
     if waiting and not yes:
         typer.confirm(
             f"Approve this for {counted(len(waiting), 'site')} as {getuser()}?", abort=True
         )
     for where in waiting:
-        approval.approve(where, getuser())
-        approval.check_approved(where)
+        signatures.approve(where, getuser())
+        signatures.check_approved(where)
 
 
 def _follow(directory: Path, here: local.Parties) -> None:

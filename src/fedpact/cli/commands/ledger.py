@@ -94,7 +94,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a receipt of budgets and purpose, signed at a deployed site."""
-    from fedpact.deployment.receipts import build_receipt, sign_receipt
+    from fedpact.deployment.signatures import build_receipt, sign_receipt
 
     check_file("--out", out, ".json")
     # Only a single site's directory is signed, by its owner.
@@ -116,7 +116,7 @@ def export(
 
 def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
     from fedpact.deployment.federation import Federation
-    from fedpact.deployment.receipts import check_signature
+    from fedpact.deployment.signatures import check_signature
 
     known = None if federation is None else Federation.read(federation)
     with parse_errors(where, "ask the site's owner for the receipt again"):
@@ -226,7 +226,7 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
 
 def _of_persons(receipts: dict[str, dict[str, Any]]) -> str:
     """Return what the costliest run reserved for a person with several records."""
-    from fedpact.deployment.receipts import cost_per_person
+    from fedpact.deployment.signatures import cost_per_person
 
     each = [found for ledger in receipts.values() if (found := cost_per_person(ledger["runs"]))]
     if not each:

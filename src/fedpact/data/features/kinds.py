@@ -38,7 +38,7 @@ from fedpact.common.configuration import FROZEN, check_kinds
 from fedpact.common.errors import InputError, ModelError
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.common.run_settings import JoinedText
-from fedpact.common.weights import lower_digest
+from fedpact.common.user_code import lower_digest
 
 MADE: Final = 4000
 """So many images say how features vary."""

@@ -22,8 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from fedpact.common.errors import ModelError
 from fedpact.common.params import one_thread
-from fedpact.common.user_code import own_factory
-from fedpact.common.weights import read_checked, tensors_of
+from fedpact.common.user_code import own_factory, read_checked, tensors_of
 from fedpact.data.features.kinds import FeatureSettings
 from fedpact.per_sample.tracing.export import Trace, Untraceable, WithLoss, trace_of
 from fedpact.per_sample.tracing.program import draws, evaluated
