@@ -1,4 +1,4 @@
-"""The sub-commands of `fedpact`, each found by its file's name, or in another's file (_COMMAND_FILE).
+"""The sub-commands of `fedpact`, each in the file of its name or in another's (_COMMAND_FILE).
 
 A file has a function of its own name, or an `app` with sub-commands. It is loaded to show help and
 for completion, so it imports only light modules at its top; other imports are in the functions.
