@@ -236,6 +236,12 @@ class Privacy(BaseModel):
                 "give one number, or leave it out"
             )
 
+    def colluding(self, threshold: int, sites: int) -> int:
+        """Return c, the number of sites that may collude with the server, by h or t."""
+        # Shared noise needs h honest sites among any t of a sum. Otherwise, two lists of t sites
+        # that a server might have signed in one round share at least 2t - K sites: one more than c.
+        return threshold - self.honest if self.honest else 2 * threshold - sites - 1
+
     def check_shared(self, threshold: int, sites: int) -> None:
         """Raise PlanError unless every sum of at least `threshold` sites has `honest` unknown ones.
 

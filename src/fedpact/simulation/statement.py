@@ -14,7 +14,7 @@ from fedpact.privacy.accounting.group_privacy import epsilon_per_person
 from fedpact.privacy.ledger.reservations import FIXED, WHY
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.terms import Terms
-from fedpact.simulation.secure_aggregation.graph import colluding, secure_terms
+from fedpact.simulation.secure_aggregation.graph import secure_terms
 from fedpact.simulation.setup import SimulationSetup
 
 _COVERS = [
@@ -387,7 +387,7 @@ def describe_masks(plan: Plan, sites: int) -> str:
     if not threshold:
         return ""
     if plan.privacy.shares_noise:
-        dishonest = colluding(plan, sites)
+        dishonest = plan.privacy.colluding(threshold, sites)
         return (
             "Noise for the sum: ε holds against the server together with up to "
             f"{dishonest} sites, including any that see an opened sum, if in each sum "

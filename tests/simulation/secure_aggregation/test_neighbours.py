@@ -7,14 +7,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from tests.simulation.secure_aggregation.summed import plan_of
 
 from fedpact.common.errors import InputError
+from fedpact.privacy.settings import Privacy
 from fedpact.simulation.secure_aggregation.graph import (
     BITS,
     FEWEST,
     Neighbourhoods,
-    colluding,
     most_shares,
     neighbourhoods,
     spectral_spread,
@@ -169,11 +168,9 @@ def test_simulated_dropouts_leave_the_counted_neighbours():
 def test_colluding_sites_are_all_that_the_threshold_bears(sites, threshold):
     """Of any t sites c leave h honest ones; and two lists of t have an honest signer in common."""
     for honest in (2, 3):
-        shared = plan_of(
-            secure_aggregation={"threshold": threshold}, privacy={"trust": "sum", "honest": honest}
-        )
-        assert threshold - colluding(shared, sites) == honest
-    own = colluding(plan_of(secure_aggregation={"threshold": threshold}, privacy={}), sites)
+        shared = Privacy(trust="sum", honest=honest)
+        assert threshold - shared.colluding(threshold, sites) == honest
+    own = Privacy().colluding(threshold, sites)
     assert 2 * threshold - sites - own == 1
 
 

@@ -184,8 +184,8 @@ class MaskingGraph:
     @staticmethod
     def of(plan: Plan, names: Iterable[str]) -> "MaskingGraph":
         """Return the graph of a plan's run over these sites."""
-        known = set(names)
-        return MaskingGraph(known, plan.secure_aggregation.threshold, colluding(plan, len(known)))
+        known, threshold = set(names), plan.secure_aggregation.threshold
+        return MaskingGraph(known, threshold, plan.privacy.colluding(threshold, len(known)))
 
     def place(self, name: str) -> int:
         """Return the x >= 1 of a site's shares."""
@@ -203,14 +203,6 @@ class MaskingGraph:
         return bool((self._adjacency[places][:, places].sum(axis=1) >= self.graph.shares).all())
 
 
-def colluding(plan: Plan, sites: int) -> int:
-    """Return c, the number of sites that may collude with the server, by h or t."""
-    threshold, honest = plan.secure_aggregation.threshold, plan.privacy.honest
-    # Shared noise needs h honest sites among any t of a sum. Otherwise, two lists of t sites that a
-    # server might have signed in one round share at least 2t - K sites: one more than c.
-    return threshold - honest if honest else 2 * threshold - sites - 1
-
-
 def secure_terms(plan: Plan, sites: int, terms: Mapping[str, Terms]) -> dict[str, int] | None:
     """Return a run's secure aggregation as plain data, None without it. terms: of all sites.
 
@@ -220,7 +212,7 @@ def secure_terms(plan: Plan, sites: int, terms: Mapping[str, Terms]) -> dict[str
     threshold = plan.secure_aggregation.threshold
     if not threshold:
         return None
-    against = colluding(plan, sites)
+    against = plan.privacy.colluding(threshold, sites)
     neighbours = neighbourhoods(sites, threshold, against).neighbours
     told = {"threshold": threshold, "sites": sites}
     bits = coding_of(plan, {site: one.size for site, one in terms.items()}, terms).bits
