@@ -10,7 +10,7 @@ from tests.per_sample.taped import recorded
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.per_sample import capture
+from fedpact.per_sample import passes
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
 
@@ -24,7 +24,7 @@ def tapes(monkeypatch, card):
         made.append(recorded(run))
         return made[-1]
 
-    monkeypatch.setattr(capture, "recorder_for", lambda _: record)
+    monkeypatch.setattr(passes, "recorder_for", lambda _: record)
     return made
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_cannot_be_captured_runs_and_logs_it_once(
     def refused(run):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(capture, "recorder_for", lambda _: refused)
+    monkeypatch.setattr(passes, "recorder_for", lambda _: refused)
     module, x, y = case("cnn", 20)
     one = PerSampleKernel(FlatModel(module), cross_entropy)
     rows = reference.per_sample_loop(module, cross_entropy, x, y)
@@ -139,14 +139,14 @@ def test_a_model_that_cannot_be_captured_runs_and_logs_it_once(
 
 
 def test_an_addition_that_cannot_be_captured_runs(reference, monkeypatch, tapes, caplog):
-    record = capture.recorder_for(None)
+    record = passes.recorder_for(None)
 
     def once(run):
         if tapes:
             raise RuntimeError("out of memory")
         return record(run)
 
-    monkeypatch.setattr(capture, "recorder_for", lambda _: once)
+    monkeypatch.setattr(passes, "recorder_for", lambda _: once)
     module, x, y = case("cnn", 20)
     one = PerSampleKernel(FlatModel(module), cross_entropy)
     rows = reference.per_sample_loop(module, cross_entropy, x, y)

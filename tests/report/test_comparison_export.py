@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from fedpact.cli.main import app
 from fedpact.report.comparison import comparison_table, guarantees, inequality
-from fedpact.report.comparison_export import COLUMNS, curves_as_csv, table_as_latex
+from fedpact.report.exports import COLUMNS, curves_as_csv, table_as_latex
 from fedpact.studies.pool import Job
 
 from .test_comparison import put, read, two

@@ -10,7 +10,7 @@ from fedpact.cli.main import app
 from fedpact.common.errors import PlanError
 from fedpact.common.format import upper
 from fedpact.plan import Plan
-from fedpact.report.model_card import SIMULATED, about_of, render_model_card
+from fedpact.report.exports import SIMULATED, about_of, render_model_card
 from fedpact.report.run_summary import read_run
 from fedpact.simulation.statement import describe_masks
 

@@ -12,7 +12,7 @@ from tests.per_sample.taped import recorded
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness import seeded as noise
 from fedpact.data.load import from_arrays
-from fedpact.per_sample import capture
+from fedpact.per_sample import passes
 from fedpact.plan import Plan
 from fedpact.privacy.oracle import Records
 from fedpact.simulation.simulate import simulate
@@ -43,7 +43,7 @@ def test_a_run_is_the_same_run(algorithm, request, tmp_path, monkeypatch):
     request.getfixturevalue("card")
     monkeypatch.setattr(noise, "on_cpu", lambda _: True)
     there = [simulate(plan, tmp_path / "there", data=from_arrays(x, y))]
-    monkeypatch.setattr(capture, "recorder_for", lambda _: recorded)
+    monkeypatch.setattr(passes, "recorder_for", lambda _: recorded)
     there.append(simulate(plan, tmp_path / "captured", data=from_arrays(x, y)))
     a, *others = (FlatModel(result.model).vector for result in (here, *there))
     for b in others:

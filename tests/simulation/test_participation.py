@@ -27,7 +27,7 @@ from fedpact.common.records import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.report.compared_runs import differences
-from fedpact.report.model_card import render_model_card
+from fedpact.report.exports import render_model_card
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import read_run
 from fedpact.simulation.setup import SimulationSetup

@@ -32,7 +32,6 @@ from fedpact.common.params import (
     on_cpu,
     sent,
 )
-from fedpact.per_sample.capture import Captures
 from fedpact.per_sample.clipping import (
     Weights,
     check_clip,
@@ -45,7 +44,7 @@ from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.layers import by_pixel
 from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collected, is_invariant
 from fedpact.per_sample.norms import slices, wide
-from fedpact.per_sample.passes import Measured, Passes, one_each, trainable
+from fedpact.per_sample.passes import Captures, Measured, Passes, one_each, trainable
 from fedpact.per_sample.share import unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import (

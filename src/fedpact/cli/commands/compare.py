@@ -154,7 +154,7 @@ def _how_many(entries: int, points: int, seeds: int) -> str:
 
 
 def _export(comparison: Comparison, curves: Path | None, table: Path | None) -> None:
-    from fedpact.report.comparison_export import curves_as_csv, table_as_latex
+    from fedpact.report.exports import curves_as_csv, table_as_latex
 
     for file, form in ((curves, curves_as_csv), (table, table_as_latex)):
         if file is not None:

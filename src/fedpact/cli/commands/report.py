@@ -188,7 +188,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a model card of a run in Markdown, without site names."""
-    from fedpact.report.model_card import about_of, find_warnings, render_model_card
+    from fedpact.report.exports import about_of, find_warnings, render_model_card
     from fedpact.report.run_summary import read_run
 
     if out is not None:
