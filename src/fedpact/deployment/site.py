@@ -8,7 +8,7 @@ A site's directory contains
     federation.toml     the run and its parties
     plan.json           the plan
     ledger.jsonl        reservations and charges, unless site.toml gives another path
-    ledger.jsonl.seen   earlier entries: a ledger without them does not open (rollback_guard)
+    ledger.jsonl.seen   earlier entries: a ledger without them does not open (RollbackGuard)
     site.db             the last replies, and the algorithm's memory (deployment.store)
     held-out.key        the key that selects held-out records (deployment.site_evaluation)
     run/                the final model (deployment.final_model)
