@@ -423,3 +423,35 @@ def test_masks_and_frozen_batchnorm_are_traced(module):
     x, y = torch.randn(9, 6), torch.arange(9) % 3
     assert kernel.way(x, y) == "graph"
     torch.testing.assert_close(kernel.clipped_sum(x, y, 0.5), by_autograd(kernel, x, y, 0.5))
+
+
+def experts(m, x):
+    """Gives each record to its best expert alone, as a mixture of experts is usually written."""
+    best, out = m.gate(x).argmax(1), x.new_zeros(len(x), 3)
+    for k, expert in enumerate(m.experts):
+        (rows,) = torch.where(best == k)
+        out = out.index_add(0, rows, expert(x[rows]))
+    return out
+
+
+def edges(m, x):
+    """Adds up along the edges of graphs of two nodes [B, 2, 3]: adjacency, and a feature."""
+    graph, start, end = (x[:, :, :2] > 0).nonzero(as_tuple=True)
+    h = m.node(x[:, :, 2:]).flatten(0, 1)
+    h = torch.zeros_like(h).index_add(0, 2 * graph + end, h[2 * graph + start])
+    return h.view(-1, 2, 3).sum(1)
+
+
+def selected(m, x):
+    return m.gate(x) + x.masked_select(x > 0).sum() * torch.argwhere(x > 0).shape[0]
+
+
+@pytest.mark.parametrize("act", [experts, edges, selected])
+def test_places_found_by_values_are_looked_up_record_by_record(reference, act):
+    parts = {"gate": nn.Linear(6, 3), "node": nn.Linear(1, 3)}
+    parts["experts"] = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+    kernel = PerSampleKernel(FlatModel(reference.Apply(act, **parts)), off_by)
+    x = torch.randn(9, *((2, 3) if act is edges else (6,)))
+    y = torch.arange(9) % 3
+    assert kernel.way(x, y) == "records"
+    torch.testing.assert_close(kernel.clipped_sum(x, y, 0.5), by_autograd(kernel, x, y, 0.5))

@@ -3,7 +3,7 @@
 Some of torch's operations read or write out of bounds, and crash or reach another record. Others
 run as long, or allocate as much, as a record says, or keep state for the next call. Records are
 given only to operations that are known to check their input: they raise or return NaN. An operation
-like x[x > 0] is safe, as it allocates only the selected numbers.
+like x[x > 0] or x.nonzero() is safe, as it allocates only what is selected.
 """
 
 import operator
@@ -38,9 +38,10 @@ CHECKED: Final = names(
     special_gammaincc special_gammaln special_i0 special_log1p special_log_softmax special_logit
     special_logsumexp special_multigammaln special_ndtr special_psi special_round special_sinc
     special_softmax special_xlogy _assert_scalar _assert_tensor_metadata sym_numel sym_size
-    sym_stride aminmax embedding_bag index_add index_copy index_fill index_put index_reduce
-    kthvalue masked_scatter prod put scatter scatter_add scatter_reduce searchsorted
-    segment_reduce take cosine_embedding_loss cosine_similarity hinge_embedding_loss
+    sym_stride nonzero nonzero_numpy argwhere masked_select where aminmax embedding_bag
+    index_add index_copy index_fill index_put index_reduce kthvalue masked_scatter prod put
+    scatter scatter_add scatter_reduce searchsorted segment_reduce take
+    cosine_embedding_loss cosine_similarity hinge_embedding_loss
     margin_ranking_loss multi_margin_loss multilabel_margin_loss pairwise_distance
     poisson_nll_loss triplet_margin_loss _adaptive_avg_pool2d _adaptive_avg_pool3d
     _cdist_forward _convolution _masked_softmax _native_batch_norm_legit_no_training
