@@ -41,6 +41,7 @@ BAD = [
     ("seed=99999999999999999999", ["seed", "less than"]),
     ("sites", ["sites", "key=value"]),
     ("data.x=1", ["data.x", "not a table"]),
+    ("records.classes=[0, 1]", ["records.classes.0 is 0", 'in quotes, as text: "0"']),
     ("records.columns.'b.m=1", ["records.columns.'b.m: expected a key as in TOML"]),
     ("records.columns.'a'\nb=1", [": expected a key as in TOML"]),
     ("records.columns.'a=b'.scale=range", [": expected a key as in TOML"]),

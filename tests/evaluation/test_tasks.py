@@ -205,6 +205,8 @@ def test_a_custom_loss_and_metric_are_used(tmp_path):
     assert command.endswith("data=..., loss=...)")
     with pytest.raises(ModelError, match="which is a class"):
         fedpact.Plan(task={"loss": torch.nn.CrossEntropyLoss}).task.per_record(2)
+    with pytest.raises(ModelError, match=r"task\.loss is 'huber': expected your own as 'package"):
+        fedpact.Plan(task={"loss": "huber"}).task.per_record(2)
 
 
 @pytest.mark.parametrize("mode", ["none", "per_sample"])

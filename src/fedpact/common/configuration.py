@@ -361,6 +361,8 @@ def _explain(
         return f"{key} is {first['input']!r}: expected a table of keys{hint}"
     if first["type"] == "finite_number" and hint:
         return f"{key} is {first['input']!r}: expected a finite number{hint}"
+    if first["type"] == "string_type" and isinstance(first["input"], int | float):
+        hint = f'; write it in quotes, as text: "{first["input"]}"'
     begin = "Input should be "
     others = [message.removeprefix(begin) for message in messages if message != messages[0]]
     told = ", or ".join([messages[0], *dict.fromkeys(others)])

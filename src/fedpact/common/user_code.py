@@ -340,8 +340,9 @@ def own_factory(name: str, what: str, known: Sequence[str], form: str) -> Callab
         return _kept[name]
     package, colon, attribute = name.partition(":")
     if not colon:
+        ours = f"one of {', '.join(sorted(known))}, or " * bool(known)
         raise ModelError(
-            f"{what} is {name!r}: expected one of {', '.join(sorted(known))}, or your own as "
+            f"{what} is {name!r}: expected {ours}your own as "
             f"'package.module:factory' with {form}{with_colon(name)}"
         )
     # Files in the working directory are importable, as with `python -m`.
