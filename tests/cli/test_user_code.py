@@ -81,6 +81,14 @@ def test_violated_properties_are_named(package, typed):
     assert "from its parent's, allowed 0" in bad["violation"]
 
 
+def test_an_algorithm_that_raises_is_told_with_what_it_raised(package, typed):
+    wrong = HALF.replace('weighted_mean(replies).vectors["w"]', 'weighted_mean(replies).vectors["g"]')
+    done = typed("algorithms", "check", package(wrong))
+    assert done.code == 1
+    assert "KeyError: 'g'" in done.out
+    assert "checks failed" in done.out
+
+
 def test_a_brought_algorithm_trains(package, tmp_path):
     name = package(HALF)
     tables = {
