@@ -86,6 +86,14 @@ def test_files_of_one_name_are_numbered(config, tmp_path):
     assert list(read_plans([config, config])) == ["my-study", "my-study-2"]
 
 
+def test_an_own_algorithm_is_entered_by_its_name():
+    own = "fedpact.algorithms:fedprox"
+    plans = read_plans([], ["fedavg", "fedprox", own])
+    assert list(plans) == ["fedavg", "fedprox", "fedprox-2"]
+    assert plans["fedprox-2"].algorithm == own
+    assert list(name_plans([plans["fedprox-2"]])) == ["fedprox"]
+
+
 def test_plans_in_a_list_are_named_by_algorithm():
     plans = [Plan(), Plan(rounds=3), Plan(algorithm="fedfdp"), Plan(rounds=4)]
     found = name_plans(plans)

@@ -114,11 +114,12 @@ def read_plans(
     for config in configs or [None]:
         stem = "default"
         if config:
-            stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.stem).strip(".-_") or "plan"
+            stem = _folder_name(config.stem) or "plan"
         if not chosen:
             found[free_name(stem, found)] = Plan.read(config, overrides)
         for algorithm in chosen:
-            name = algorithm if len(configs) < 2 else f"{stem}-{algorithm}"
+            name = _named_by(algorithm)
+            name = name if len(configs) < 2 else f"{stem}-{name}"
             found[free_name(name, found)] = _with_algorithm(config, algorithm, overrides)
     _all_known(chosen, overrides)
     return found
@@ -136,7 +137,7 @@ def name_plans(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, P
         # Text is iterable, too.
         alone = isinstance(plans, Plan | str | Path) or not isinstance(plans, Iterable)
         for plan in map(_plan, [plans] if alone else plans):
-            found[free_name(plan.algorithm, found)] = plan
+            found[free_name(_named_by(plan.algorithm), found)] = plan
     if not found:
         raise InputError("there is nothing to compare: give at least one plan")
     for name in found:
@@ -151,6 +152,15 @@ def name_plans(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, P
             "as they name folders"
         )
     return found
+
+
+def _named_by(algorithm: str) -> str:
+    """Return an entry's name for an algorithm; for package.module:name the name alone."""
+    return _folder_name(algorithm.rpartition(":")[2]) or "algorithm"
+
+
+def _folder_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-_")
 
 
 def _plan(given: Any) -> Plan:
