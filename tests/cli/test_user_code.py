@@ -82,7 +82,7 @@ def test_violated_properties_are_named(package, typed):
 
 
 def test_an_algorithm_that_raises_is_told_with_what_it_raised(package, typed):
-    wrong = HALF.replace('weighted_mean(replies).vectors["w"]', 'weighted_mean(replies).vectors["g"]')
+    wrong = HALF.replace('(replies).vectors["w"]', '(replies).vectors["g"]')
     done = typed("algorithms", "check", package(wrong))
     assert done.code == 1
     assert "KeyError: 'g'" in done.out
