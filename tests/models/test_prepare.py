@@ -126,6 +126,24 @@ def test_each_obstacle_has_a_remedy(layer, told):
     assert re.search(told, found)
 
 
+class Listed(nn.Module):
+    """Holds layers in an attribute."""
+
+    def __init__(self, **held):
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+        vars(self).update(held)
+
+
+def test_layers_that_torch_does_not_find_are_an_obstacle():
+    layer, head = nn.Linear(3, 3), nn.Linear(3, 4)
+    for held in ([layer], (nn.ReLU(), layer), {"a": layer}):
+        (found,) = find_obstacles(nn.Sequential(Listed(layers=held)))
+        assert re.search(r"neither trained nor stored \(0\.layers\): .*nn\.ModuleList", found)
+    ordinary = nn.Sequential(head, Listed(layers=[head, nn.ReLU()], sizes=[3], _teacher=[layer]))
+    assert list(find_obstacles(ordinary)) == []
+
+
 def test_recordings_without_masks_are_no_obstacle():
     rates = {"apply_spec_augment": False, "mask_time_prob": 0.05, "layerdrop": 0.0}
     assert list(find_obstacles(Encoder(**rates))) == []

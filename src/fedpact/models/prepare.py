@@ -97,6 +97,11 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
     if names := [name for name, tensor in held if tensor.is_meta]:
         few = list_some(names, _FEW)
         yield f"tensors have a form and no values ({few}): build them on a device"
+    if names := list(_in_lists(model)):
+        yield (
+            "layers in a list or dict of Python are not the model's, so they are neither trained "
+            f"nor stored ({list_some(names, _FEW)}): hold them in nn.ModuleList or nn.ModuleDict"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         yield "no weight is trained: set requires_grad on at least one"
 
@@ -107,6 +112,22 @@ def told_together(found: list[str]) -> str:
         return f": {found[0]}"
     told = "".join(f"\n{number}. {one}" for number, one in enumerate(found, 1))
     return f", for {len(found)} reasons, each with what to do:{told}"
+
+
+def _in_lists(model: nn.Module) -> Iterator[str]:
+    """Yield attributes that hold layers with weights where torch does not look for them.
+
+    A name that begins with _ may do so on purpose, as for a teacher.
+    """
+    known = {*model.modules()}
+    for name, layer in model.named_modules():
+        for key, held in vars(layer).items():
+            parts: Any = held.values() if isinstance(held, dict) else held
+            if key.startswith("_") or not isinstance(held, list | tuple | dict):
+                continue
+            layers = (one for one in parts if isinstance(one, nn.Module) and one not in known)
+            if any([*one.parameters()] for one in layers):
+                yield f"{name}.{key}".removeprefix(".")
 
 
 def _uses_batch(layer: nn.Module) -> bool:
