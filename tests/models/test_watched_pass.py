@@ -89,6 +89,14 @@ def test_nothing_is_reported_for_independent_models(act):
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_positions_that_lead_are_not_taken_for_records():
+    class Turned(Net):
+        def forward(self, x):
+            return super().forward((2 * x.transpose(0, 1)).mean(0))
+
+    assert not list(find_in_pass(Turned(), torch.zeros(12, 3)))
+
+
 class Obstructed(Net):
     """Three obstacles: a layer's, a branch and a mean."""
 
