@@ -2,30 +2,28 @@
 
 import pytest
 import torch
+from tests.spread import spread
 
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
-both_forms = pytest.mark.parametrize("private", [False, True], ids=["plain", "private"])
-RULES = ["quantile", "mean"]
-
 
 def method(**tables):
     return Plan.parse({"privacy": {"mode": "none"}, **tables}).method
 
 
-@both_forms
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("loss_of", ["own", "common"])
+@pytest.mark.parametrize(
+    ("private", "rule", "steps", "loss_of"),
+    spread((False, True), ("quantile", "mean"), (1, 3), ("own", "common"), one_in=3),
+)
 def test_around_fedavg_it_is_fedfdp_bit_for_bit(federation, private, rule, steps, loss_of):
     common = {"learning_rate": 0.7, "local_steps": steps}
     release = {"loss_bound_rule": rule, "loss_bound": 1.5, "loss_noise": 3.0, "loss_of": loss_of}
     around = method(algorithm="fedavg", settings=common, fairness={"weight": 0.4, **release})
     itself = method(algorithm="fedfdp", settings={"fairness_weight": 0.4, **common, **release})
-    runs = [federation(private=private).run(one, 4) for one in (around, itself)]
+    runs = [federation(private=private).run(one, 3) for one in (around, itself)]
     assert torch.equal(runs[0].vectors["w"], runs[1].vectors["w"])
     assert runs[0].numbers["fair/loss"] == runs[1].numbers["loss"]
     assert runs[0].numbers.get("fair/loss_bound") == runs[1].numbers.get("loss_bound")

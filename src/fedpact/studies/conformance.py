@@ -63,6 +63,13 @@ class CountedDraws(SeededDraws):
         return super().add_noise(total, sigma, sensitivity, step, purpose)
 
 
+@lru_cache(maxsize=4)  # a trace takes longer than what is asked of it
+def _model(dtype: torch.dtype, loss: Loss) -> tuple[FlatModel, PerSampleKernel, PlainKernel]:
+    """Return the linear model of all federations, and its kernels."""
+    model = FlatModel(nn.Linear(FEATURES, CLASSES, dtype=dtype))
+    return model, PerSampleKernel(model, loss), PlainKernel(model, loss)
+
+
 @dataclass
 class HandFederation:
     """Three sites of different sizes, a linear model, and a plain loop over rounds.
@@ -90,12 +97,10 @@ class HandFederation:
     def __post_init__(self) -> None:
         self.sites = sorted(self.counts)
         self.sizes = self.sizes or {site: float(n) for site, n in self.counts.items()}
-        self.model = FlatModel(nn.Linear(FEATURES, CLASSES, dtype=self.dtype))
+        self.model, self.kernel, self.plain = _model(self.dtype, self.loss)
         w = torch.randn(self.model.size, generator=seeded_generator("w"), dtype=torch.float64)
         self.w = w.to(self.dtype)
         self.model.load(self.w)
-        self.kernel = PerSampleKernel(self.model, self.loss)
-        self.plain = PlainKernel(self.model, self.loss)
         self.records = {site: self.make_dummy_records(site, n) for site, n in self.counts.items()}
 
     def make_dummy_records(self, site: str, count: int) -> Records:
@@ -171,7 +176,7 @@ class HandFederation:
             reply = Reply("run", number, site, self.sizes[site], local.vectors, local.numbers)
             yield _sent(reply)
 
-    def run(self, method: Method, rounds: int = 3) -> State:
+    def run(self, method: Method, rounds: int = 2) -> State:
         """Return the server's state after some rounds, starting from w without memory."""
         self.memories.clear()
         state = method.init(self.w)
@@ -272,7 +277,7 @@ class Unbounded:
 
 @lru_cache(maxsize=4)  # shared by several checks of a method
 def _after(case: Method, private: bool) -> tuple[HandFederation, State]:
-    """Return a federation, and the server's state after three rounds of the method in it."""
+    """Return a federation, and the server's state after two rounds of the method in it."""
     bed = HandFederation(private)
     return bed, bed.run(case)
 
@@ -430,7 +435,7 @@ def check_ledger(case: Method, private: bool) -> None:
     """Ledgers are charged for exactly what was drawn, on the channels that its facts name."""
     if not private:
         return
-    rounds, plan = 3, HandFederation(True)
+    rounds, plan = 2, HandFederation(True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ledgers: dict[str, Ledger] = {}
         for site in plan.sites:
