@@ -22,7 +22,6 @@ from fedpact.per_sample.share import Space
 
 PICKS = {
     "gather": lambda o, n: o.gather(1, n.view(-1, 1, 1).expand(-1, 1, o.shape[2]))[:, 0],
-    "take_along_dim": lambda o, n: torch.take_along_dim(o, n.view(-1, 1, 1), 1)[:, 0],
     "arange": lambda o, n: o[torch.arange(o.size(0), device=o.device), n],
     "flat": lambda o, n: o.flatten(0, 1)[n + torch.arange(len(o)) * o.shape[1]],
     "index_select": lambda o, n: o.reshape(-1, o.shape[2]).index_select(
@@ -35,11 +34,7 @@ PICKS = {
         .view(len(o), 2, -1)
         .sum(1)
     ),
-    "with a step": lambda o, n: o.flatten(0, 1)[
-        n + torch.arange(0, len(o) * o.shape[1], o.shape[1])
-    ],
     "mask": lambda o, n: o[torch.arange(o.shape[1]) == n[:, None]],
-    "list": lambda o, n: o[list(range(len(o))), n],
     "one-hot": lambda o, n: (nn.functional.one_hot(n, o.shape[1])[..., None] * o).sum(1),
     "masked mean": lambda o, n: (o * (torch.arange(o.shape[1]) <= n[:, None])[..., None]).sum(1),
 }
@@ -349,14 +344,11 @@ LAYERS = [
     ("kind", "read", "settings", "place"),
     [
         (nn.LSTM, last_state, LAYERS[2], in_order),
-        (nn.LSTM, mean_output, LAYERS[0], by_length),
         (nn.LSTM, last_output, LAYERS[1], by_length),
         (nn.LSTM, of_steps, LAYERS[0], in_order),
         (partial(nn.LSTM, proj_size=3), last_state, LAYERS[2], in_order),
         (nn.GRU, last_output, LAYERS[2], by_length),
-        (nn.GRU, last_state, LAYERS[1], in_order),
         (nn.RNN, mean_output, LAYERS[2], in_order),
-        (partial(nn.RNN, nonlinearity="relu"), last_output, LAYERS[0], by_length),
     ],
 )
 def test_packed_rows_have_the_gradients_of_each_alone(kind, read, settings, place):

@@ -22,6 +22,7 @@ from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.tracing.replacements import DONE_AS
 
 
+@pytest.mark.slow
 def test_data_dependent_operations_survive_extreme_numbers():
     """All but lcm, which does not look; in one process, as torch's samples take long to load."""
     # By its path: of a module run by its name torch's samples look up the source in vain, 30 s.

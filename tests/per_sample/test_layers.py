@@ -16,7 +16,7 @@ from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 
-COMMON = settings(max_examples=4, deadline=None, derandomize=True)
+COMMON = settings(max_examples=3, deadline=None, derandomize=True)
 # torch warns of its own copy for padding="same" with an even kernel.
 asymmetric = pytest.mark.filterwarnings("ignore:Using padding='same'")
 seeds = st.integers(0, 2**16)
@@ -112,7 +112,7 @@ def convolutions(draw, dimensions):
 
 
 @asymmetric
-@settings(COMMON, max_examples=7)
+@settings(COMMON, max_examples=5)
 @given(convolutions(2), seeds, st.booleans())
 def test_conv2d(reference, case, seed, keep):
     check_layers(reference, *case, seed, keep)

@@ -249,10 +249,10 @@ def assert_slots_of_passes_are_alike(passes, width, classes, expected):
 
 
 def assert_alike(passes, x, y):
-    """Records x, y have the same bits in every slot of a pass."""
+    """Records x, y have the same bits in slots of a pass, a third of them in each slot."""
     with torch.no_grad():
         base = [v.clone() for v in passes.gradients(x, y).factors()]
-        for shift in range(1, len(x)):
+        for shift in range(1, len(x), 3):
             found = passes.gradients(x.roll(shift, 0), y.roll(shift, 0)).factors()
             pairs = zip(base, found, strict=True)
             assert all(torch.equal(a.roll(shift, 0), b) for a, b in pairs)
@@ -371,9 +371,9 @@ def test_no_slot_differs_where_a_gradient_lies_otherwise(layer):
         assert_alike(passes, torch.randn(length, 15), torch.randint(2, (length,)))
 
 
-@pytest.mark.parametrize(("module", "width", "loss"), ODD)
-@pytest.mark.parametrize("expected", [20.0, 30.0])
-def test_no_slot_differs_in_a_reduction_or_a_loss(module, width, loss, expected):
+@pytest.mark.parametrize(("case", "expected"), spread(ODD, (20.0, 30.0), one_in=2))
+def test_no_slot_differs_in_a_reduction_or_a_loss(case, expected):
+    module, width, loss = case
     assert_slots_are_alike(module(), width, 2, loss, expected)
 
 
@@ -456,13 +456,15 @@ NARROW = [
     (lambda: convolved(nn.Conv2d(1, 6, 3), 6 * 49, 1, 9, 9), 81),
     (lambda: convolved(nn.Conv2d(3, 12, 1), 12 * 25, 3, 5, 5), 75),
     (lambda: convolved(nn.Conv1d(8, 5, 8), 10, 8, 9), 72),
-    *((lambda kind=kind: Steps(kind, 3, 5), 15) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
-    *((lambda kind=kind: Steps(kind, 10, 3), 50) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+    *((lambda kind=kind: Steps(kind, 3, 5), 15) for kind in (nn.LSTM, nn.GRU)),
+    *((lambda kind=kind: Steps(kind, 10, 3), 50) for kind in (nn.LSTM, nn.GRU)),
 ]
 
 
-@pytest.mark.parametrize(("module", "width"), NARROW)
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("module", "width", "frozen"),
+    [*((*case, False) for case in NARROW), *((*case, True) for case in NARROW[1:8])],
+)
 def test_rows_of_narrow_products_begin_alike(module, width, frozen):
     """A library may read them by other code where they do not: MKL does without AVX-512."""
     module = module()
@@ -603,7 +605,7 @@ def test_a_losses_bits_do_not_follow_from_the_number_of_records(last):
     """Evaluations count them: the slots of their passes must not follow from how many there are."""
     module = nn.Sequential(nn.Conv2d(1, 8, 3), last(), nn.Flatten(), nn.Linear(8 * 36, 4))
     x, y = torch.randn(257, 1, 8, 8), torch.zeros(257, dtype=torch.int64)
-    for count in (4, 8, 16, 64, 128, 256):
+    for count in (8, 64, 256):
         found = [
             measure_each(PerSampleKernel(FlatModel(module), cross_entropy).losses, x[:n], y[:n])
             for n in (count, count + 1)

@@ -140,7 +140,7 @@ def check_against_torch(case: Case) -> None:
     kind="lstm", batch=2, steps=3, layers=2, width=5, bias=True, bidirectional=True, first=True,
     projected=2, dtype=torch.float64, seed=0,
 )  # fmt: skip
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=25)
 @given(
     kind=st.sampled_from(sorted(_KINDS)),
     batch=st.integers(1, 4),

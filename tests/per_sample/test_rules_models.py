@@ -126,8 +126,8 @@ def test_uses_of_a_parameter_are_exact(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_cancelling_positions_in_one_use_erase_no_record(name):
     _, shape = LAYERS[name]
-    x = torch.randn(60, *shape, generator=torch.Generator().manual_seed(0)) + 1
-    y, of_r = torch.full((60,), 2), torch.tensor([2])
+    x = torch.randn(20, *shape, generator=torch.Generator().manual_seed(0)) + 1
+    y, of_r = torch.full((20,), 2), torch.tensor([2])
     by_channel = name in ("heads", "lora", "normed", "learnt") or name.endswith("norm")
     kernel = attacked(name)
 
@@ -140,7 +140,7 @@ def test_cancelling_positions_in_one_use_erase_no_record(name):
         channel = r[0, :, 0] if by_channel else r[0, 0]
         ends = (0,) * channel.dim(), (-1,) * channel.dim()
         channel[ends[0]], channel[ends[1]] = big, -big
-        assert moved(summed, x, y, r, of_r) <= allowed(60, 1.0)
+        assert moved(summed, x, y, r, of_r) <= allowed(20, 1.0)
 
 
 @pytest.mark.parametrize("case", ["t", "transpose", "permute", "add", "mul", "mm"])

@@ -35,7 +35,7 @@ PAPERS = [
 
 @pytest.mark.parametrize(
     ("make", "shape", "batch"),
-    [*((*one, 5) for one in PAPERS), *((*one, 1) for one in PAPERS[1:3])],
+    [*((*one, 3) for one in PAPERS), (*PAPERS[2], 1)],
 )
 def test_papers_models_agree_in_both_precisions(reference, make, shape, batch):
     x, y = torch.rand(batch, *shape), torch.arange(batch) % 10
