@@ -25,7 +25,7 @@ def solved(sizes, variances, penalty):
 
 
 @given(sites=SITES, penalty=st.floats(1e-3, 1e4))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 def test_the_weights_solve_the_problem(sites, penalty):
     sizes, variances = zip(*sites, strict=True)
     weights = least_noise(sizes, variances, penalty)

@@ -1,6 +1,5 @@
 import math
 from functools import cache
-from itertools import pairwise
 
 import pytest
 
@@ -43,11 +42,6 @@ def test_the_best_is_not_beaten_and_beats_a_small_batch():
     paper = choice(BUDGET, 0.015, 100, round(10 / (0.015 * 100)))
     assert paper.passes == pytest.approx(10, rel=0.06)
     assert ours.snr > 1.15 * paper.snr
-
-
-def test_more_computing_never_gives_less():
-    figures = [found(100, passes).snr for passes in (1.0, 10.0)]
-    assert all(b >= 0.99 * a for a, b in pairwise(figures))
 
 
 @pytest.mark.parametrize(("rounds", "passes"), [(0, 1.0), (10, 0.0), (10, math.nan)])

@@ -7,6 +7,7 @@ import time
 import mpmath
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
+from tests.spread import spread
 
 from fedpact.common.errors import InputError
 from fedpact.privacy.accounting import accountant as accounting
@@ -61,7 +62,7 @@ def test_one_release_costs_no_less_than_its_closed_form():
     draw = random.Random(5)
     finite = 0
     with mpmath.workdps(40):
-        for _ in range(40):
+        for _ in range(20):
             q = draw.choice([1.0, 1 - 1e-9, 1e-10, min(1.0, 10 ** draw.uniform(-6, 0.3))])
             sigma, delta = 10 ** draw.uniform(-1.5, 3), 10 ** draw.uniform(-11, -1)
             (found,) = pld.epsilons([((q, sigma, 1),)], delta)
@@ -69,7 +70,7 @@ def test_one_release_costs_no_less_than_its_closed_form():
             if found < math.inf:
                 finite += 1
                 assert delta_of_one(q, sigma, found) <= delta * (1 + 1e-12), (q, sigma, delta)
-    assert finite > 25
+    assert finite > 12
 
 
 def test_gaussians_compose_as_their_closed_form():
@@ -178,9 +179,9 @@ def test_two_thousand_reports_are_quick_from_cold_caches(q, sigma):
 
 
 def test_extremes_give_a_bound_or_inf_but_never_nan():
-    for q in (1e-12, 1e-3, 0.5, 1 - 1e-12, 1.0):
-        for sigma in (1e-9, 1e-2, 1.0, 1e9):
-            for delta in (1e-300, 1e-30, 1e-9, 0.999999):
+    for q in (1e-12, 0.5, 1 - 1e-12, 1.0):
+        for sigma in (1e-9, 1.0, 1e9):
+            for delta in (1e-300, 1e-9, 0.999999):
                 for value in pld.epsilons([((q, sigma, t),) for t in (1, 1000)], delta):
                     assert value >= 0, (q, sigma, delta)
     assert pld.epsilons([], 1e-5) == []
@@ -200,11 +201,11 @@ def test_invalid_input_is_refused(wrong):
         wrong(SampledGaussian(0.1, 1.0))
 
 
-@pytest.mark.parametrize(("q", "sigma"), EVENTS[::2])
-@pytest.mark.parametrize("delta", [1e-5, 1e-8])
-def test_two_accountants_of_different_hands_agree_on_one_grid(q, sigma, delta):
+@pytest.mark.parametrize(("event", "delta"), spread(EVENTS[::2], [1e-5, 1e-8], one_in=2))
+def test_two_accountants_of_different_hands_agree_on_one_grid(event, delta):
     # dp-accounting's distributions and ours connect the same dots, and compose in different ways.
     # At q = 1 pld composes Gaussians in closed form, on another grid.
+    q, sigma = event
     tolerance = 1e-4 if q < 1 else 5e-4
     for count in (1, 317):
         by_hand = quick_epsilon({SampledGaussian(q, sigma): count}, delta, "pld")
