@@ -13,6 +13,7 @@ COMBINATIONS: list[dict[str, Any]] = [
     # The bias of the federation's model stays at each site.
     {
         "algorithm": "fedprox",
+        "settings": {"local_steps": 3},
         "local": {"head": 3, "momentum": 0.5},
         "server": {"optimiser": "adam"},
     },
@@ -21,7 +22,11 @@ COMBINATIONS: list[dict[str, Any]] = [
         "settings": {"local_steps": 3},
         "local": {"momentum": 0.5, "schedule": [1.0, 2.0, 0.5]},
     },
-    {"algorithm": "fedproxvr", "server": {"optimiser": "yogi", "average": "exponential"}},
+    {
+        "algorithm": "fedproxvr",
+        "settings": {"local_steps": 3},
+        "server": {"optimiser": "yogi", "average": "exponential"},
+    },
     {"algorithm": "fedavg", "control": {"kind": "ali", "iterations": 7}},
     {"algorithm": "fedfdp", "control": {"kind": "ali"}},
     {"algorithm": "fedproxvr", "control": {"kind": "ali"}},

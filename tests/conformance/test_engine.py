@@ -11,7 +11,7 @@ from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.simulation.simulate import simulate
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 def plan(case, workers=1):
@@ -24,7 +24,7 @@ def plan(case, workers=1):
             "sites": 3,
             "partition": {"kind": "dirichlet", "held_out": 0.25},
             # Where τ is chosen on the way, σ is calibrated for given iterations only.
-            "privacy": {"mode": "per_sample" if private else "none"}
+            "privacy": {"mode": "per_sample" if private else "none", "accountant": "rdp"}
             | ({"sigma": 8.0} if case.facts.controlled and case.facts.iterations is None else {}),
             "run": {"workers": workers, "evaluate_every": 1},
         }
@@ -85,11 +85,11 @@ def assert_same(one, other):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(typical, data, tmp_path, run):
-    """Gone on with twice, of a resumed run, too, and by other numbers of workers."""
+    """By another number of workers, too."""
     whole = run(typical)
     assert len(whole.records) == ROUNDS + 1
     done = []
-    for workers, stop_after in enumerate((1, 2, ROUNDS), 1):
+    for workers, stop_after in enumerate((1, ROUNDS), 1):
         stopped = simulate(
             plan(typical, workers),
             tmp_path / "resumed",

@@ -146,7 +146,7 @@ class Spy:
 
 
 def test_every_query_of_every_algorithm(typical, federation):
-    """What the algorithms ask for in two noisy rounds, asked again with each record left out."""
+    """What the algorithms ask for in three noisy rounds, asked again with each record left out."""
     queries = []
     noisy = federation(
         private=True, sigma=1.0, clip=CLIP, counts={"a": 4}, around=lambda o: Spy(o, queries)

@@ -176,7 +176,7 @@ class HandFederation:
             reply = Reply("run", number, site, self.sizes[site], local.vectors, local.numbers)
             yield _sent(reply)
 
-    def run(self, method: Method, rounds: int = 2) -> State:
+    def run(self, method: Method, rounds: int = 3) -> State:
         """Return the server's state after some rounds, starting from w without memory."""
         self.memories.clear()
         state = method.init(self.w)
@@ -277,7 +277,7 @@ class Unbounded:
 
 @lru_cache(maxsize=4)  # shared by several checks of a method
 def _after(case: Method, private: bool) -> tuple[HandFederation, State]:
-    """Return a federation, and the server's state after two rounds of the method in it."""
+    """Return a federation, and the server's state after three rounds of the method in it."""
     bed = HandFederation(private)
     return bed, bed.run(case)
 
@@ -435,7 +435,7 @@ def check_ledger(case: Method, private: bool) -> None:
     """Ledgers are charged for exactly what was drawn, on the channels that its facts name."""
     if not private:
         return
-    rounds, plan = 2, HandFederation(True)
+    rounds, plan = 3, HandFederation(True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ledgers: dict[str, Ledger] = {}
         for site in plan.sites:
