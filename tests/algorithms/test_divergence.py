@@ -11,7 +11,7 @@ from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 
 BASE = {"rounds": 5, "sites": 2, "run": {"workers": 1, "evaluate_every": 100}}
-PRIVATE = {"sigma": 4.0, "epsilon": 100.0}
+PRIVATE = {"sigma": 4.0, "epsilon": 100.0, "accountant": "rdp"}
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_apfls_ends_are_the_shared_model_and_the_site_alone():
 
 def test_apfls_own_model_is_the_sites_best_at_its_fixed_point():
     """∇F_i(α v_i + (1 - α) w) = 0: with any part of its own, a site can reach its own optimum."""
-    _, own = run(apfl, apfl.Settings(learning_rate=0.1, own_share=0.5), 2000)
+    _, own = run(apfl, apfl.Settings(learning_rate=0.1, own_share=0.5), 1200)
     for name, one in own.items():
         torch.testing.assert_close(one, SITES[name].b, rtol=0, atol=1e-10)
 

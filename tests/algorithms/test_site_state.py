@@ -191,7 +191,7 @@ def test_a_site_that_has_spent_its_budget_takes_its_state_along(name, tmp_path):
             "sites": 3,
             "partition": {"kind": "dirichlet", "held_out": 0.25},
             "run": {"workers": 1, "evaluate_every": 8},
-            "privacy": {"sigma": 3.0, "epsilon": 9.0, "per_site": spent},
+            "privacy": {"sigma": 3.0, "epsilon": 9.0, "accountant": "rdp", "per_site": spent},
             "compression": {"kind": "none"},
         }
     )

@@ -160,7 +160,7 @@ def mean_over(made, values):
 def test_estimators_expectation_is_truth_plus_stated_bias():
     made, w = sites(3)
     steps = 3
-    found = estimates(made, w, steps, 500)
+    found = estimates(made, w, steps, 300)
     oracles = [q for q, _ in made.values()]
     parts = [expected_change(q, w, steps) for q in oracles]
     truth, bias = (mean_over(made, part) for part in zip(*parts, strict=True))
@@ -182,7 +182,7 @@ def test_estimators_expectation_is_truth_plus_stated_bias():
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_divergence_at_the_server(steps):
     made, w = sites(3)
-    found = estimates(made, w, steps, 500)["divergence"]
+    found = estimates(made, w, steps, 300)["divergence"]
     p = list(shares(made).values())
     means, noises = zip(*local_means(made, w, steps), strict=True)
     middle = mean_over(made, means)

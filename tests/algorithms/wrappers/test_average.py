@@ -20,7 +20,12 @@ from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.conformance import HandFederation
 
-SMALL = {"rounds": 4, "sites": 3, "run": {"workers": 1, "evaluate_every": 1}}
+SMALL = {
+    "rounds": 4,
+    "sites": 3,
+    "run": {"workers": 1, "evaluate_every": 1},
+    "privacy": {"accountant": "rdp"},
+}
 KINDS = [{"average": "exponential", "average_decay": 0.7}, {"average": "tail"}]
 
 

@@ -18,7 +18,12 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.simulate import simulate
 
 D = 1000
-SMALL = {"rounds": 4, "sites": 3, "run": {"evaluate_every": 1, "workers": 1}}
+SMALL = {
+    "rounds": 4,
+    "sites": 3,
+    "run": {"evaluate_every": 1, "workers": 1},
+    "privacy": {"accountant": "rdp"},
+}
 
 
 class Says(Method):
@@ -235,11 +240,10 @@ def test_it_combines_with_algorithms_of_each_form(tmp_path, name, kind):
     assert off < KINDS[kind]
 
 
-@pytest.mark.parametrize(("name", "rate"), [("fedavg", 0.5), ("feddyn", 0.2)])
-def test_a_tenth_of_the_coordinates_still_learns(tmp_path, name, rate):
+def test_a_tenth_of_the_coordinates_still_learns(tmp_path):
     """What is sent is a change, and what is not stays at the site: the model keeps its size. Sent
     as it is, nine tenths of a model would be 0 in every round."""
-    tables = {**SMALL, "rounds": 25, "algorithm": name, "settings": {"learning_rate": rate}}
+    tables = {**SMALL, "rounds": 25, "algorithm": "feddyn", "settings": {"learning_rate": 0.2}}
     found = []
     for compression in ({}, {"kind": "topk", "keep": 0.1}):
         plan = Plan.parse({**tables, "privacy": {"mode": "none"}, "compression": compression})

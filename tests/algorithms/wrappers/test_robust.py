@@ -131,8 +131,9 @@ def test_whole_runs_learn_within_the_same_budget(tmp_path, rule, tables):
         {
             **tables,
             "robust": {"rule": rule},
-            "rounds": 10,
-            "run": {"evaluate_every": 10, "workers": 1},
+            "rounds": 6,
+            "run": {"evaluate_every": 6, "workers": 1},
+            "privacy": {"accountant": "rdp"},
         }
     )
     result = simulate(plan, tmp_path / "run")

@@ -127,7 +127,8 @@ def test_a_constant_schedule_is_what_was_before_there_were_any(steps):
 
 def test_a_schedule_is_the_same_in_a_run_that_is_resumed(tmp_path):
     table = {"optimiser": "momentum", "schedule": "cosine"}
-    plan = Plan.parse({"rounds": 4, "sites": 3, "server": table, "run": {"workers": 1}})
+    tables = {"rounds": 4, "sites": 3, "run": {"workers": 1}, "privacy": {"accountant": "rdp"}}
+    plan = Plan.parse({**tables, "server": table})
     whole = simulate(plan, tmp_path / "whole")
     done = []
     simulate(plan, tmp_path / "cut", on_round=done.append, stop=lambda: len(done) > 2)
