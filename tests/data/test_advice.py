@@ -28,7 +28,12 @@ def pixels(path, *, shape=(1, 8, 8), dtype=np.float32, **spoilt):
 
 
 def plan_of(data, records=None, **more):
-    tables = {"sites": 2, "rounds": 12, "sampling_rate": 0.5, "privacy": {"epsilon": 4.0}}
+    tables = {
+        "sites": 2,
+        "rounds": 12,
+        "sampling_rate": 0.5,
+        "privacy": {"epsilon": 5.0, "accountant": "rdp"},
+    }
     return Plan.parse({"data": data, "records": records or {}, **tables, **more})
 
 
@@ -225,7 +230,8 @@ def test_the_remedy_of_numbers_that_differ_little_works(tmp_path, caplog):
     path = tmp_path / "ph.npz"
     x = np.stack([ph, draw.integers(0, 2, 900)], 1).astype(np.float32)
     np.savez(path, x=x, y=y)
-    steps = {"settings": {"learning_rate": 4.0}, "rounds": 30, "privacy": {"epsilon": 8.0}}
+    steps = {"settings": {"learning_rate": 4.0}, "rounds": 30}
+    steps["privacy"] = {"epsilon": 9.0, "accountant": "rdp"}
     bad = simulate(plan_of(str(path), **steps), tmp_path / "bad").summary
     assert f"{LITTLE}: 0 (" in caplog.text
     caplog.clear()

@@ -56,7 +56,8 @@ def test_heart_disease_defaults_to_normal_findings(name, ranges, count):
     assert {*KNOWN[name]} < {*found}
 
 
-@pytest.mark.parametrize("name", KNOWN)
+# Of Adult, whose columns are the experiment's, test_adult shows it.
+@pytest.mark.parametrize("name", [name for name in KNOWN if name != "adult"])
 def test_they_fit_the_data(name, real_data):
     data = load_data(Plan(data=name, records=declared(name)))
     assert len(data.y) > 700

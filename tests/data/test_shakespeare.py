@@ -43,12 +43,12 @@ def test_pieces_do_not_overlap_and_carry_their_next_character():
 @pytest.mark.parametrize("model", ["ngram", "lstm", "transformer"])
 def test_the_models_are_independent_and_learn_privately(tmp_path, model):
     """What follows from the last character alone is learnt; the first guess is 1 of 65."""
-    data = public.of_roles(made(18), least=3)
+    data = public.of_roles(made(12), least=3)
     plan = Plan.parse(
         {
             "model": model,
             "sites": 2,
-            "rounds": 15,
+            "rounds": 12,
             "sampling_rate": 1.0,
             "partition": {"kind": "natural"},
             "records": {"vocabulary": 65},

@@ -81,15 +81,15 @@ def small(request, tmp_path_factory):
 
 
 def test_features_do_not_depend_on_neighbouring_records(small):
-    x = made(150)
+    x = made(70)
     x[7] *= 1e30
     x[9] = 0
     together = small(x)
     assert together.good.all()
-    assert together.x.unique(dim=0).shape[0] >= 149
-    order = torch.randperm(150, generator=seeded_generator("order"))
+    assert together.x.unique(dim=0).shape[0] >= 69
+    order = torch.randperm(70, generator=seeded_generator("order"))
     assert torch.equal(small(x[order]).x, together.x[order])
-    for some in (slice(0, 1), slice(9, 10), slice(3, 70), slice(149, 150)):
+    for some in (slice(0, 1), slice(9, 10), slice(3, 40), slice(69, 70)):
         assert torch.equal(small(x[some]).x, together.x[some])
     with threads(2):
         assert torch.equal(small(x).x, together.x)
@@ -120,9 +120,7 @@ def test_features_follow_from_the_plans_seed_or_their_own(tmp_path):
     assert torch.equal(of(1, seed=7), of(2, seed=7))
 
 
-@pytest.mark.parametrize(
-    "kind", [{"kind": "scattering"}, SMALL["patches"], {**SMALL["patches"], "filters": 7}]
-)
+@pytest.mark.parametrize("kind", [{"kind": "scattering"}, {**SMALL["patches"], "filters": 7}])
 def test_mirrored_images_have_the_same_features(tmp_path, kind):
     chosen = FeatureSettings(**kind, cells=3, mirror=True, whiten=False)
     mirrored = Extractor(chosen, SHAPE, 0, tmp_path)
@@ -602,9 +600,9 @@ def test_records_at_which_a_backbone_fails_are_dropped(tmp_path, caplog):
 DIGITS = {
     "features": {"kind": "scattering", "cells": 2},
     "sites": 3,
-    "rounds": 6,
+    "rounds": 4,
     "settings": {"learning_rate": 8.0},
-    "privacy": {"clip": 0.5},
+    "privacy": {"clip": 0.5, "accountant": "rdp"},
     "run": {"workers": 1},
 }
 
@@ -756,7 +754,7 @@ def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path, monkeyp
     from fedpact.deployment.site import Site
 
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
-    plan = Plan.parse({**DIGITS, "privacy": {"accountant": "rdp"}})
+    plan = Plan.parse(DIGITS)
     directory = tmp_path / "deployment"
     write_deployment(directory, plan, Choices())
     scene = SimulationSetup.of(plan)
