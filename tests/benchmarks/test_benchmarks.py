@@ -46,16 +46,17 @@ def table(name, *rows, quick=False, busy=False, digest="0123456789ab"):
     return Table(name, rows, MACHINE, "2026-01-02 03:04 UTC", quick, busy, "fedcba987", digest)
 
 
-# One table of each module; slow are those whose lists of methods are others, and other models of
-# the kernel's tables, as one way of measuring serves all of them.
-ALSO = ("step-B", "round-B")
+# One table of each module; slow are those that take seconds, whose lists of methods are others, and
+# other models of the kernel's tables, as one way of measuring serves all of them.
+SLOW = ("round-B", "parts", "step-B", *kernel.NAMES[1:])
+FIRST = {module: module.NAMES[0] for module in modules().values()}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *{m: m.NAMES[0] for m in modules().values()}.values(),
-        *[pytest.param(n, marks=pytest.mark.slow) for n in (*ALSO, *kernel.NAMES[1:])],
+        *(name for name in FIRST.values() if name not in SLOW),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )
 def test_every_table_runs_and_can_be_shown(name, tmp_path, monkeypatch):

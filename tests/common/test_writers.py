@@ -43,6 +43,7 @@ def test_tensorboard_matches_records_once_after_resume(tmp_path):
         fedpact.run(plan, tmp_path / "run")
 
 
+@pytest.mark.slow  # to load MLflow takes seconds
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_matches_records_once_after_resume(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="fedpact[mlflow] is not installed")

@@ -198,7 +198,7 @@ def test_one_gaussian_by_forty_digits():
                 assert exact(mp.mpf(found - 1e-6 * max(found, mu))) > delta, (mu, delta)
 
 
-@pytest.mark.parametrize("sigma", [5e-324, 1e-200, 1e-160, 1e-3, 1e10, 1e160, 1e200, 1.7e308])
+@pytest.mark.parametrize("sigma", [5e-324, 1e-160, 1e-3, 1e10, 1e160, 1.7e308])
 def test_numbers_out_of_all_range_give_a_bound_and_no_traceback(sigma):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

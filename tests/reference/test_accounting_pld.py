@@ -122,7 +122,7 @@ CASES = [
 EXTREME = [
     # In every run the same releases are priced by another accountant: test_accounting_contour.
     pytest.param([(1e-3, 0.6, 10_000)], 1e-4, marks=pytest.mark.slow),
-    ([(1e-4, 0.5, 1000)], 1e-6),
+    pytest.param([(1e-4, 0.5, 1000)], 1e-6, marks=pytest.mark.slow),
     ([(0.5, 0.3, 3)], 1e-5),
 ]
 

@@ -86,11 +86,11 @@ def against_dp_accounting(count):
 
 
 def test_agrees_with_opacus_on_random_histories():
-    against_opacus(30)
+    against_opacus(15)
 
 
 def test_agrees_with_dp_accounting_on_random_histories():
-    against_dp_accounting(30)
+    against_dp_accounting(15)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -185,6 +185,7 @@ def test_settings_and_algorithms_print_what_there_is(capsys):
     assert "arXiv 1602.05629" in capsys.readouterr().out
 
 
+@settings(max_examples=40)
 @given(
     raw=st.dictionaries(
         st.text(max_size=4),
