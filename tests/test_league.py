@@ -1,6 +1,7 @@
 """experiments/league: its page says what is stored, and chance is what the page says it is."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,15 @@ def test_the_page_is_what_the_stored_results_make(tmp_path, monkeypatch):
     page.write()
     stored = (HERE / "README.md").read_text(encoding="utf-8")
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == stored, "run --page"
+
+
+def test_a_page_without_results_has_whole_sentences(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "HERE", tmp_path)
+    monkeypatch.setattr(page, "Results", lambda name: Results(name, tmp_path))
+    page.write()
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "spend less. FedAvg" in text
+    assert not re.search(r"[:,] ?\.", text)
 
 
 def test_every_private_algorithm_is_an_entrant():

@@ -194,12 +194,14 @@ def _runs(results: Results, cell: Cell) -> list[dict[str, Any]]:
 
 
 def _spenders(league: League) -> str:
-    """Name the entrants that spend less than they may, with the least share of ε at a site."""
+    """Say which entrants spend less than they may, with the least share of ε at a site."""
     shares = dict[str, float]()
     for (_, e, name), runs in league.stored.items():
         least = min(spent / e for run in runs for spent in run["spent"])
         shares[name] = min(shares.get(name, 1.0), least)
-    return ", ".join(f"{name} (down to {s:.2f} ε)" for name, s in shares.items() if s < ALL_OF_IT)
+    found = [f"{name} (down to {s:.2f} ε)" for name, s in shares.items() if s < ALL_OF_IT]
+    said = f": {', '.join(found)}" if found else ""
+    return f"Entrants that take fewer steps than they reserve spend less{said}."
 
 
 def _head(league: League) -> str:
@@ -213,7 +215,7 @@ def _head(league: League) -> str:
 Which algorithm is best on which data, at the same (ε, δ) per record and site, with the same number of rounds and no more bytes than FedAvg? And is the difference significant? DATA: {", ".join(DATA)}. The first command resumes where it stopped and runs the cells marked "not run".
 
 * **Entrants**: every algorithm with a private form, some well-known settings under their usual names, and each site alone. All other settings have their defaults; FedRep's head, which has no sensible one, is the bias.
-* **Budgets**: ε = 1, 2, 4, 8, which all entrants reserve in full; receipts state what each site spent (`spent` in the results). Entrants that take fewer steps than they reserve spend less: {_spenders(league)}. FedAvg has 20 rounds. An algorithm that sends more than {1.15:g} times as many bytes per round has fewer rounds.
+* **Budgets**: ε = 1, 2, 4, 8, which all entrants reserve in full; receipts state what each site spent (`spent` in the results). {_spenders(league)} FedAvg has 20 rounds. An algorithm that sends more than {1.15:g} times as many bytes per round has fewer rounds.
 * **Selection rule**: each cell tries τ = {", ".join(map(str, TAUS))} with learning rates {", ".join(f"{f:g}" for f in FACTORS)} times the data set's reference rate divided by τ: {TRIED} runs on three quarters of the training records. The setting with the best mean over the sites on the last quarter is chosen. The figures come from {len(SEEDS)} other seeds.
 * **Cost of the selection**: it spends ε too, which no figure below includes. For an observer of all {TRIED} runs of one cell, at δ = 1e-5, ε is {price}. The selection uses exact accuracies on the records set aside.
 * **Figures**: accuracy in per cent on the records that each site holds out, of the model that the site uses, averaged over the sites; mean ± standard deviation over the seeds. "vs FedAvg" is the difference in points, bold if significant.
