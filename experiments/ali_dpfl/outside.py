@@ -126,9 +126,14 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return float((found == y).double().mean())
 
 
+def stored() -> dict[str, Any]:
+    """Return what is stored: data set and variant -> accuracy by iterations, and what made it."""
+    return json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
+
+
 def main(names: list[str]) -> None:
     """Run what is missing, and print it."""
-    found: dict[str, Any] = json.loads(STORED.read_text()) if STORED.exists() else {}
+    found = stored()
     for data, own in OF_DATA.items():
         for name in own:
             title = f"{data} {name}"
@@ -139,7 +144,8 @@ def main(names: list[str]) -> None:
                     for step, model in steps(data, VARIANTS[name], 0)
                 }
                 found[title] = {"looks": looks, "made": made()}
-                STORED.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+                text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+                STORED.write_text(text, encoding="utf-8")
             print(title, found.get(title, {}).get("looks", "not run"), flush=True)
 
 

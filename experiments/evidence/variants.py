@@ -73,7 +73,12 @@ def readings(data: str) -> dict[str, Reading]:
         "C = 1, η = 2": Reading(2.0, own={"privacy.clip": 1.0}),
         "server momentum 0.99": Reading(own=momentum | {"server.momentum": 0.99}),
         "Adam at the server, 0.001": Reading(
-            own={"server.optimiser": "adam", "server.learning_rate": 0.001}
+            own={
+                **{"server.optimiser": "adam", "server.learning_rate": 0.001},
+                # As torch has them. The plan's own adaptivity, 1e-3, is above a step's length in
+                # a coordinate, 2e-4, and leaves plain steps.
+                **{"server.second_moment": 0.999, "server.adaptivity": 1e-8},
+            }
         ),
         "sum undivided, noise over B^0.75": Reading(noise=batch**-0.75, undivided=True),
         "batch mean clipped, η = 0.5": Reading(FAITHFUL, 0.5 / batch, mean),
