@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments.ali_dpfl import outside
 from experiments.beyond import table as beyond
 from experiments.evidence import ali, check, drawing, fedfdp, fedproxvr, measure, page, page_ali
 from experiments.evidence.__main__ import missing
@@ -22,6 +23,7 @@ from experiments.made import NOT_RECORDED, stored_in, tally
 
 import fedpact
 from fedpact.common.randomness.seeded import DRAWS
+from fedpact.models.zoo import cnn
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, max_steps
 
 ROOT = Path(__file__).parents[1]
@@ -105,8 +107,6 @@ MADE_BEFORE = {
     "evidence/results/fedfdp-fashion_mnist.json",
     "evidence/results/fedfdp-mnist.json",
     "evidence/results/fedproxvr.json",
-    "features/results/cifar10-sum.json",
-    "features/results/cifar10.json",
     "fewer_bytes/results.json",
     "heart/results.json",
     "joining/choice-fashion_mnist.json",
@@ -308,6 +308,22 @@ def test_a_variant_that_diverged_has_its_distance_and_a_mark(tmp_path):
     distance = math.sqrt(statistics.fmean(one * one for one in off))
     rows = [*page_ali.part(Book(stored))]
     assert f"| sum and noise undivided | {distance:.1f}, at chance: diverged" in "\n".join(rows)
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_gradients_outside_a_plan_are_clipped_one_by_one(layers):
+    model = cnn((1, 28, 28), 10)
+    x, y = torch.randn(3, 1, 28, 28), torch.tensor([4, 0, 4])
+    sums = [torch.zeros_like(w) for w in model.parameters()]
+    for k in range(3):
+        loss = torch.nn.functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1])
+        own = [*torch.autograd.grad(loss, [*model.parameters()])]
+        parts = [own[i : i + 2] for i in range(0, 8, 2)] if layers else [own]
+        factors = [outside.CLIP / math.sqrt(sum(float(g.norm() ** 2) for g in p)) for p in parts]
+        assert max(factors) < 1
+        own = [f * g for f, part in zip(factors, parts, strict=True) for g in part]
+        sums = [a + b for a, b in zip(sums, own, strict=True)]
+    torch.testing.assert_close(outside.clipped_sums(model, x, y, layers), sums)
 
 
 def test_nor_do_those_of_another_plan_under_the_same_settings(tmp_path, monkeypatch):
