@@ -133,20 +133,20 @@ def stored() -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     """Run what is missing, and print it."""
-    found = stored()
     for data, own in OF_DATA.items():
         for name in own:
             title = f"{data} {name}"
-            if title not in found and all(part in title for part in names):
+            if title not in stored() and all(part in title for part in names):
                 test = load_dataset(data)
                 looks = {
                     str(step): accuracy(model, test.x_test, test.y_test)
                     for step, model in steps(data, VARIANTS[name], 0)
                 }
-                found[title] = {"looks": looks, "made": made()}
+                # Read again: another process may have stored some meanwhile.
+                found = stored() | {title: {"looks": looks, "made": made()}}
                 text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
                 STORED.write_text(text, encoding="utf-8")
-            print(title, found.get(title, {}).get("looks", "not run"), flush=True)
+            print(title, stored().get(title, {}).get("looks", "not run"), flush=True)
 
 
 if __name__ == "__main__":
