@@ -62,8 +62,9 @@ def part() -> Iterator[str]:
         f"Ten of the stored runs that take at most {MINUTES:g} minute of a core were drawn by "
         f"`random.Random({_SEED})` and repeated by `python -m "
         'experiments.evidence --again "NAME"`, which does not change the results; `--draw 10` '
-        "instead of NAME draws them. If seeds generated other draws when a cell was stored, its "
-        "repetition is like another seed's, to be compared with the range of the stored seeds. "
+        "instead of NAME draws them. Where the draws are other ones, seeds gave other random "
+        "numbers when the cell was stored: the repetition is a further seed's, and of few seeds "
+        "it is often outside their range. "
         f"{len(kept.keys() & ten)} of the ten have been repeated{others}."
     )
     rows = [

@@ -35,7 +35,7 @@ class Panel:
 _STYLES: Final = {
     "printed": ("#57606a", "--"),
     "CNN, η = 0.5 (faithful)": ("#cf6a00", "-"),
-    "CNN, η = 8 (nearest)": ("#cf6a00", ":"),
+    "CNN, η = 8 (tuned)": ("#cf6a00", ":"),
     "logistic regression on pixels, η = 8": ("#57606a", ":"),
     "features, noise of one's own": ("#0969da", "-"),
     "features, noise for the sum": ("#1a7f37", "-"),

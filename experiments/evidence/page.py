@@ -16,9 +16,9 @@ PAGE: Final = HERE.parents[1] / "docs" / "evidence.md"
 HEAD: Final = f"""# The papers' tables, measured
 
 `make evidence` writes this page from the stored results in `experiments`; nothing here is written \
-by hand. "Printed" numbers are the papers'. *Faithful*: the printed σ, q, C and η. *Nearest*: \
-the learning rate that comes nearest to the printed accuracies. *Best*: the best method known here \
-at the same (ε, δ), with at most as many rounds. Figures are mean ± standard deviation over three \
+by hand. "Printed" numbers are the papers'. *Faithful*: the printed σ, q, C and η. *Tuned*: η of \
+ALI-DPFL's CNN chosen on held-out training records. *Best*: the best method known here at the same \
+(ε, δ), with at most as many rounds. Figures are mean ± standard deviation over three \
 seeds unless a cell gives another number of seeds; sweeps use one. Every proven ε is an upper \
 bound: per record and site, add/remove one record, the smaller of PLD and RDP. A cell that was not \
 run says so; the number in brackets refers to its command in the list at the end. Figures marked \

@@ -60,7 +60,6 @@ def readings(data: str) -> dict[str, Reading]:
             f"batch mean clipped, η = {rate:g}": Reading(rate, 0.5 / batch, mean)
             for rate in (2.0, 4.0, 8.0)
         },
-        "mean of all sites' batches clipped, η = 2": Reading(2.0, 0.5 / batch, mean | _ONE_SITE),
         "no clip or noise, η = 0.2": Reading(0.2, 0.0, none),
         "no clip or noise, η = 0.1, momentum 0.9": Reading(0.1, 0.0, none | momentum),
     }
@@ -83,7 +82,7 @@ def readings(data: str) -> dict[str, Reading]:
         ),
         "sum undivided, noise over B^0.75": Reading(noise=batch**-0.75, undivided=True),
         "batch mean clipped, η = 0.5": Reading(FAITHFUL, 0.5 / batch, mean),
-        "mean of all sites' batches clipped, η = 8": Reading(8.0, 0.5 / batch, mean | _ONE_SITE),
+        "mean of all sites' batches clipped, η = 2": Reading(2.0, 0.5 / batch, mean | _ONE_SITE),
         "inputs in -1..1": Reading(own={"model": f"{__name__}:signed"}),
         "inputs in 0..1": Reading(own={"model": f"{__name__}:unit"}),
         "inputs in 0..255": Reading(own={"model": f"{__name__}:bytes_"}),
