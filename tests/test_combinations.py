@@ -19,8 +19,8 @@ COLUMNS = {
     "server": {"server": {"optimiser": "momentum"}},
     "local": {"local": {"schedule": "cosine"}},
     "sites_per_round": {"sites_per_round": 1},
-    "per_sample": {},
-    "batch_clipped": {"privacy": {"mode": "batch_clipped"}},
+    "per_sample": {"privacy": {"accountant": "rdp"}},
+    "batch_clipped": {"privacy": {"mode": "batch_clipped", "accountant": "rdp"}},
     "none": {},
 }
 

@@ -27,8 +27,11 @@ from fedpact.studies.circumstances import optimise_budgets
 ROOT = Path(__file__).parents[2]
 
 
+CHEAP = "privacy.accountant=rdp"
+
+
 def scene(*overrides):
-    return SimulationSetup.of(Plan.read(None, ["rounds=20", "sites=2", *overrides]))
+    return SimulationSetup.of(Plan.read(None, ["rounds=20", "sites=2", CHEAP, *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_choice_keeps_the_budget_with_non_batch_releases(overrides):
         grown = opening.sigma * chosen["sigma"] / terms.event.sigma
         history = Counter({replace(opening, sigma=grown): terms.openings})
     history[SampledGaussian(chosen["sampling_rate"], chosen["sigma"])] += int(chosen["steps"])
-    assert 0.99 * case["epsilon"] < epsilon(history, case["delta"]) <= case["epsilon"]
+    assert 0.99 * case["epsilon"] < epsilon(history, case["delta"], "rdp") <= case["epsilon"]
     assert chosen["passes"] <= 4.0
     assert case["gain"] == pytest.approx(chosen["snr"] / case["configured"]["snr"])
 
@@ -72,14 +75,14 @@ def test_a_plain_run_has_nothing_to_choose():
         optimise_budgets(scene("privacy.mode=none"), None)
 
 
-@pytest.mark.parametrize(("sigma", "tau"), spread((2.0, 3.0, 20.0), (1, 3, 5), one_in=3))
+@pytest.mark.parametrize(("sigma", "tau"), [(2.0, 1), (20.0, 3)])
 def test_configured_noise_determines_the_steps(sigma, tau):
     """A σ that was given ends a run where its budget does, be it within the first round."""
     own = f"settings.local_steps={tau}", "sampling_rate=0.5", f"privacy.sigma={sigma}"
     (case,) = optimise_budgets(scene("algorithm=fedprox", *own), None)["cases"]
     for told in (case["configured"], case["chosen"]):
         event = SampledGaussian(told["sampling_rate"], told["sigma"])
-        assert epsilon(Counter({event: told["steps"]}), case["delta"]) <= case["epsilon"]
+        assert epsilon(Counter({event: told["steps"]}), case["delta"], "rdp") <= case["epsilon"]
         assert told["rounds"] <= 20
 
 
@@ -91,7 +94,7 @@ def test_a_plan_says_with_how_many_others_a_site_shares_masks(
     sites, threshold, neighbours, told, capsys
 ):
     """As many may work for the server as leave no room for two lists: c = 2t - K - 1."""
-    changes = [f"sites={sites}", "rounds=1", f"secure_aggregation.threshold={threshold}"]
+    changes = [f"sites={sites}", "rounds=1", CHEAP, f"secure_aggregation.threshold={threshold}"]
     found = forecast(SimulationSetup.of(Plan.read(None, changes)))["secure_aggregation"]
     bits = found.pop("bits")
     assert 16 <= bits <= 24
@@ -138,7 +141,7 @@ def test_plan_and_report_name_columns_as_documented(tmp_path, monkeypatch, capsy
 )  # fmt: skip
 def test_eighty_columns_name_every_site_and_cut_no_number(changes, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    show_plan(None, changes)
+    show_plan(None, [CHEAP, *changes])
     shown = capsys.readouterr().out
     table = [line for line in shown.splitlines() if line.startswith("│")]
     assert max(map(len, table)) <= 80
@@ -150,7 +153,7 @@ def test_eighty_columns_name_every_site_and_cut_no_number(changes, monkeypatch, 
 
 
 def test_channels_are_listed_in_increasing_order(capsys):
-    changes = ["sites=2", "rounds=5", "privacy.sigma=[20.0,12.5]"]
+    changes = ["sites=2", "rounds=5", CHEAP, "privacy.sigma=[20.0,12.5]"]
     show_plan(None, changes)
     assert "Channels and their σ: gradient 12.5000 to 20.0000" in capsys.readouterr().out
     show_plan(None, [*changes, "privacy.sigma=12.5"])
@@ -170,7 +173,7 @@ def test_rounds_are_weighted_by_their_signal(budget):
     assert chosen["rounds"] == min(case["useful_rounds"], 50)
     # Noise that drowns ten records is no place for fifty rounds.
     assert (chosen["rounds"] < 10) == (budget < 1)
-    spent = epsilon({SampledGaussian(rate, chosen["sigma"]): steps}, case["delta"])
+    spent = epsilon({SampledGaussian(rate, chosen["sigma"]): steps}, case["delta"], "rdp")
     assert 0.99 * budget < spent <= budget
 
 
@@ -179,7 +182,7 @@ PROPOSED = [
     {"sites": 1},
     {"sampling_rate": 1.0},
     {"sampling_rate": 0.001},
-    {"privacy": {"accountant": "rdp"}},
+    {"privacy": {"accountant": "pld"}},
     {"privacy": {"mode": "batch_clipped"}},
     {"budget": {"spare_rounds": 10}},
     {"algorithm": "ldp_fedsgd"},
@@ -191,6 +194,7 @@ PROPOSED = [
 @pytest.mark.parametrize(("tables", "passes"), spread(PROPOSED, (None, 40.0), one_in=2), ids=str)
 def test_the_proposed_plan_has_the_stated_properties(tables, passes):
     tables = {"sites": 3, "rounds": 10, **tables}
+    tables["privacy"] = {"accountant": "rdp", **tables.get("privacy", {})}
     plan = Plan.parse(tables)
     (case,) = optimise_budgets(SimulationSetup.of(plan), passes)["cases"]
     told = case["chosen"]
@@ -261,7 +265,7 @@ def test_it_says_how_far_noise_moves_a_released_mean(tmp_path, caplog):
     for sites, granted, remedy in ((4, 2.0, False), (60, 0.1, True)):
         plan = {"data": str(file), "label": "ill", "sites": sites, "rounds": 2}
         plan |= {"records": {"columns": columns}, "partition": {"kind": "iid"}}
-        plan |= {"privacy": {"epsilon": granted}}
+        plan |= {"privacy": {"epsilon": granted, "accountant": "rdp"}}
         told = tmp_path / f"{sites}.json"
         told.write_text(json.dumps(plan))
         scene = SimulationSetup.of(Plan.parse(plan))
@@ -274,7 +278,9 @@ def test_it_says_how_far_noise_moves_a_released_mean(tmp_path, caplog):
         caplog.clear()
 
 
-@pytest.mark.parametrize("trust", [(), ("--trust", "sum")], ids=["own", "sum"])
+@pytest.mark.parametrize(
+    "trust", [pytest.param((), marks=pytest.mark.slow), ("--trust", "sum")], ids=["own", "sum"]
+)
 def test_of_unlike_budgets_as_many_rounds_pay_as_was_recommended(tmp_path, trust):
     out = tmp_path / "study.toml"
     asked = ("recommend", "digits", "--epsilon", "0.5,1,2", *trust, "--out", str(out), "--json")

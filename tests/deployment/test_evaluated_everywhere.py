@@ -23,10 +23,9 @@ from fedpact.simulation.simulate import simulate
 
 HELD = {"share": 0.3, "every": 1, "epsilon": 4.0}
 KINDS = {
-    "masked": {"secure_aggregation": {"threshold": 2}},
     "shared": {
         "secure_aggregation": {"threshold": 3},
-        "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0},
+        "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0, "accountant": "rdp"},
         "settings": {"local_steps": 1},
     },
     "heads": {"local": {"head": 10}},

@@ -17,7 +17,7 @@ from tests.deployment.conftest import Forked, free_port
 from tests.waiting import wait_for
 
 from benchmarks import deployment
-from fedpact.deployment import keys, local
+from fedpact.deployment import keys, local, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
 from fedpact.plan import Plan
@@ -35,7 +35,6 @@ def finished(make, elsewhere):
     directory = make(
         elsewhere / "d",
         {"seeds": "test", "patience": {"join_seconds": 3600}},
-        privacy={},
         **PLAN,
     )
     # As long as a site has not come the run does not begin, so strangers find the server there.
@@ -269,6 +268,12 @@ def check_that_the_logs_say_what_each_round_took(directory):
         assert sorted(deployment.by_round(where / "log.txt", pattern)) == [1, 2, 3]
 
 
+def check_that_its_log_and_flowers_files_are_its_owners(site):
+    """Of a party that was started as owners start it."""
+    assert (site / "log.txt").stat().st_mode & 0o777 == 0o600
+    assert processes._home(site).stat().st_mode & 0o777 == 0o700
+
+
 def check_that_nothing_is_left_running(directory):
     found = local.inspect_deployment(directory)
     assert not any(found["running"].values())
@@ -282,8 +287,9 @@ def check_that_nothing_is_left_running(directory):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_federation_of_processes(make, tmp_path):
+def test_a_federation_of_processes(make, tmp_path, monkeypatch):
     """One test, as starting it is most of its time."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as services that run tests do: logs have none
     directory, knocked, found = finished(make, tmp_path)
     check_that_it_ended_and_nobody_was_missed(found)
     in_process = simulated(directory, tmp_path / "simulated")
@@ -294,4 +300,5 @@ def test_a_federation_of_processes(make, tmp_path):
     check_that_strangers_did_not_get_in(directory, knocked)
     check_that_every_party_states_how_the_run_ended(directory)
     check_that_the_logs_say_what_each_round_took(directory)
+    check_that_its_log_and_flowers_files_are_its_owners(directory / "sites" / SITES[1])
     check_that_nothing_is_left_running(directory)

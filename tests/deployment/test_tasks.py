@@ -48,10 +48,15 @@ def _asked(tmp_path, task, x=X, model=None, **arrays):
     [
         (NUMBER, PRESSURE, X, None),
         ({"kind": "multi_label"}, SEVERAL, X, None),
-        ({"kind": "segmentation"}, (IMAGES[:, 0] > 0).astype(int), IMAGES, "segmenter"),
+        pytest.param(
+            *({"kind": "segmentation"}, (IMAGES[:, 0] > 0).astype(int), IMAGES, "segmenter"),
+            marks=pytest.mark.slow,
+        ),
         ({"kind": "tokens"}, TAGS, WORDS, "Tagger"),
         ({"kind": "next_token"}, WORDS[:, 0], WORDS, "Speaker"),
-        ({"kind": "classification"}, TAGS[:, 0], WORDS, "Reader"),
+        pytest.param(
+            *({"kind": "classification"}, TAGS[:, 0], WORDS, "Reader"), marks=pytest.mark.slow
+        ),
     ],
     ids=["number", "several", "pixels", "tokens", "next", "text"],
 )

@@ -1,13 +1,10 @@
 """SIGKILL at random instants of a run: ledgers re-open, nothing released is uncharged, and the run
 goes on to the same end within every budget."""
 
-import contextlib
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,65 +21,29 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.simulate import simulate
 
 PLAN = {
-    "rounds": 12,
+    "rounds": 8,
     "sites": 3,
     "algorithm": "fedavg",
     "settings": {"local_steps": 2},
-    "run": {"evaluate_every": 12, "workers": 2},
+    "privacy": {"accountant": "rdp"},
+    "run": {"evaluate_every": 8, "workers": 2},
 }
 
-# It loads everything once and forks for each run, so that a run takes a fraction of a second.
-SERVER = """
-import gc, json, os, sys
-from pathlib import Path
-import dp_accounting.pld
-from fedpact.simulation.simulate import simulate
-from fedpact.plan import Plan
-gc.freeze()
-for line in sys.stdin:
-    plan, folder = json.loads(line)
-    child = os.fork()
+
+def run(folder, kill_after=None):
+    """Run the plan in a fork, which need not load torch again; return how long it lived."""
+    started, child = time.monotonic(), os.fork()
     if child == 0:
-        simulate(Plan.parse(plan), Path(folder))
-        os._exit(0)
-    print(child, flush=True)
+        try:
+            simulate(Plan.parse(PLAN), folder)
+        finally:
+            os._exit(0)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        # One that has ended is there until it is waited for.
+        os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    print("ended", flush=True)
-"""
-
-
-class Runner:
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def __call__(self, folder, kill_after=None):
-        """Run the plan in a process of its own; return how long it lived."""
-        self.process.stdin.write(json.dumps([PLAN, str(folder)]) + "\n")
-        self.process.stdin.flush()
-        child = int(self.process.stdout.readline())
-        started = time.monotonic()
-        if kill_after is not None:
-            time.sleep(kill_after)
-            # A run may be quicker than those that the delay was drawn from.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        assert self.process.stdout.readline() == "ended\n"
-        return time.monotonic() - started
-
-
-@pytest.fixture(scope="module")
-def runner():
-    running = Runner()
-    yield running
-    running.process.stdin.close()
-    running.process.stdout.close()
-    running.process.wait()
+    return time.monotonic() - started
 
 
 def check_after_kill(folder):
@@ -97,26 +58,26 @@ def check_after_kill(folder):
             continue
         with Ledger(path, path.parent.name, hypothetical=True):
             pass
-        spent = [e["spent"] for run in receipt(path)["runs"].values() for e in run["events"]]
+        spent = [e["spent"] for r in receipt(path)["runs"].values() for e in r["events"]]
         assert sum(spent) >= 2 * committed
 
 
-def kill_often(runner, tmp_path, times, seed):
+def kill_often(tmp_path, times, seed):
     whole = tmp_path / "whole"
-    lives = [runner(tmp_path / "warm"), runner(whole)]
+    lives = [run(tmp_path / "warm"), run(whole)]
     expected = load_file(whole / "model.safetensors")
     choose = random.Random(seed)
     unfinished = 0
     for number in range(times):
         folder = tmp_path / f"run-{number}"
-        runner(folder, kill_after=choose.uniform(0, min(lives)))
+        run(folder, kill_after=choose.uniform(0, min(lives)))
         unfinished += not (folder / "summary.json").exists()
         check_after_kill(folder)
         result = simulate(Plan.parse(PLAN), Path(folder))
         assert result.summary["status"] in ("finished", "budget")
         for path in folder.rglob("ledger.jsonl"):
-            for run in receipt(path)["runs"].values():
-                assert run["epsilon_spent"] <= run["epsilon_reserved"] == 2.0
+            for promised in receipt(path)["runs"].values():
+                assert promised["epsilon_spent"] <= promised["epsilon_reserved"] <= 2.0
         if result.summary["status"] == "finished" and not any(r.refused for r in result.records):
             for name, value in load_file(folder / "model.safetensors").items():
                 assert torch.equal(value, expected[name])
@@ -157,10 +118,12 @@ def test_another_programs_folder_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_three_kills(runner, tmp_path):
-    kill_often(runner, tmp_path, 3, seed=int.from_bytes(os.urandom(4)))
+@pytest.mark.filterwarnings("ignore:.*fork")  # what a process with threads is told
+def test_three_kills(tmp_path):
+    kill_often(tmp_path, 3, seed=int.from_bytes(os.urandom(4)))
 
 
 @pytest.mark.slow
-def test_two_hundred_kills(runner, tmp_path):
-    kill_often(runner, tmp_path, 200, seed=int.from_bytes(os.urandom(4)))
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_two_hundred_kills(tmp_path):
+    kill_often(tmp_path, 200, seed=int.from_bytes(os.urandom(4)))

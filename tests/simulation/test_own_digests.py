@@ -108,6 +108,7 @@ def test_the_digest_changes_only_with_relevant_settings(what):
     assert digest_of_code(copy.deepcopy(made(1))) == digest_of_code(made(1))
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_same():
     code = (
         "import torch, functools; from torch import nn; from fedpact.common.user_code import *\n"

@@ -105,6 +105,7 @@ print(*found)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+@pytest.mark.slow
 def test_freed_memory_is_reused():
     """Blocks of 110 MB, three times: 80,566 pages of 4 KiB, where they are given back."""
     command = [sys.executable, "-c", PAGES]

@@ -145,6 +145,7 @@ def on_ray(runs, marked):
     return "".join(told)
 
 
+@pytest.mark.slow
 def test_run_begun_on_ray_and_resumed_on_threads_is_one_run(runs, on_ray):
     stopped = json.loads((runs / "ray" / "summary.json").read_text())
     assert stopped["status"] == "stopped", on_ray

@@ -183,6 +183,7 @@ def test_missing_onnx_packages_get_a_remedy(digits, tmp_path, monkeypatch):
         digits.run.export(tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_export_gives_equal_scores_for_any_batch_size(digits, tmp_path):
     reference = pytest.importorskip("onnx.reference", reason="fedpact[onnx] is not installed")

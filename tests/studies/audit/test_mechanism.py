@@ -131,15 +131,13 @@ def quiet_with_records(records, kernel, terms, draws):
     return private_oracle(records, kernel, dataclasses.replace(terms, sigmas=sigmas), draws)
 
 
-NOISE = [
-    SameAtEveryStep,
-    SameInEveryRequest,
-    SameAsTheStepBefore,
-    EverySecondStepWithout,
-    Uniform,
-    OneCoordinateWithout,
-]
-SAMPLING = [FirstRecords, FixedSize, Epochs, DoubledRate, WholeSet, SameBatch]
+def slow(*kinds):
+    return [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
+NOISE = [SameAsTheStepBefore, Uniform, OneCoordinateWithout]
+NOISE += slow(SameAtEveryStep, SameInEveryRequest, EverySecondStepWithout)
+SAMPLING = [FirstRecords, Epochs, DoubledRate, *slow(FixedSize, WholeSet, SameBatch)]
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +168,7 @@ def test_the_right_mechanism_passes(seed, target, queries):
     assert not [test for test in found if not test.passed]
 
 
+@pytest.mark.slow
 def test_right_noise_on_a_grid_is_normal_as_often_as_is_said(target, queries):
     """Of 6 p-values 4 or more are below 0.05 with probability 9e-5; as it was, most were."""
     assert target.terms.units
@@ -187,7 +186,7 @@ def test_right_noise_on_a_grid_is_normal_as_often_as_is_said(target, queries):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("sampling_rate=0.05", "rounds=30"),
+        pytest.param(("sampling_rate=0.05", "rounds=30"), marks=pytest.mark.slow),
         ("algorithm=fedfdp", "settings.fairness_weight=0.6", "sampling_rate=0.5"),
     ],
 )
