@@ -17,10 +17,12 @@ FOLDER = ROOT / "docs" / "notebooks"
 SHOWN = {
     "first-run": ("SIMULATION", "privacy.epsilon", "<progress", "Accuracy over rounds"),
     "own-data-and-model": ("worst site", "model.pt", "p(yes)", "Accuracy of the sites"),
-    "compare-and-choose": ("worst_accuracy", "Accuracy over privacy.epsilon", "4 runs of 16"),
 }
-# Parties of a deployment are processes of Flower's: a minute.
-SLOW = {"deployment": ("epsilon_per_run", "ε spent of ε allowed", "reserved")}
+# A comparison is many runs, and parties of a deployment are processes of Flower's: a minute.
+SLOW = {
+    "compare-and-choose": ("worst_accuracy", "Accuracy over privacy.epsilon", "4 runs of 16"),
+    "deployment": ("epsilon_per_run", "ε spent of ε allowed", "reserved"),
+}
 
 
 def code_cells(name: str) -> list[dict[str, Any]]:

@@ -591,13 +591,11 @@ class Disk:
         return operation
 
 
-# One charges twice in a round, the other remembers something.
+# It charges twice in a round; test_kills.py is of one that remembers something, too.
 def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypatch):
     """It fails at each of a round's operations in turn and stays so; the site is asked again and
     again, and started again by what looks after it; then the disk is mended."""
-    # Two charges in a round, and a memory.
-    plan = {"algorithm": "fedproxvr", "compression": {"kind": "topk"}}
-    plan |= {"settings": {"local_steps": 1}, "rounds": 9}
+    plan = {"algorithm": "fedproxvr", "rounds": 9, "settings": {"local_steps": 1}}
     home = make(tmp_path / "d", **plan) / "sites" / "site-00"
     with Site(home) as site:
         rounds(site, 1, [])

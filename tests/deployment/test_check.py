@@ -43,12 +43,17 @@ def rows(n=200, factor=1.0):
         yield {"age": rng.integers(20, 90), "lactate": lactate, "sex": sex, "out": "ny"[k % 3 == 0]}
 
 
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """One file for all, so that one deployment is written for all that ask alike."""
+    return write_rows(tmp_path_factory.mktemp("study") / "study.csv", rows())
+
+
 @pytest.fixture
-def sites(make, tmp_path):
+def sites(make, study, tmp_path):
     """sites(table, ...) -> a deployment whose sites read these tables, and the sites' homes."""
 
     def new(*tables, choices=None, name="d", **plan):
-        study = write_rows(tmp_path / "study.csv", rows())
         whole = {"data": str(study), "label": "out", "rounds": 2, "sites": len(tables), **plan}
         whole |= {"records": {"classes": ["n", "y"], "columns": COLUMNS}}
         where = make(tmp_path / name, {"records": False, **(choices or {})}, **whole)

@@ -102,10 +102,15 @@ RELEASED = {
 }
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return table(tmp_path_factory.mktemp("data") / "t.csv")
+
+
 @pytest.fixture
-def begin(federate, tmp_path):
+def begin(federate, data):
     """begin(choices, **plan) -> a federation whose columns are scaled by released numbers."""
-    asked = {"data": table(tmp_path / "t.csv"), "label": "out", "rounds": 2}
+    asked = {"data": data, "label": "out", "rounds": 2}
 
     def new(choices=None, **changes):
         whole = {**asked, "records": {"columns": RELEASED}, **changes}
@@ -159,11 +164,10 @@ def test_column_scales_are_released_once_as_in_simulation(begin, tmp_path, thres
     assert [releases(node) for node in run.nodes] == [[(0, 0, 1)]] * 3
 
 
-def of_tables(federate, tmp_path, declared):
-    """A federation whose sites have tables, and the path of one: all have the same."""
-    data = table(tmp_path / "t.csv")
+def of_tables(federate, data, declared):
+    """A federation whose sites have the same table."""
     plan = {"data": data, "label": "out", "rounds": 2, "records": {"columns": declared}}
-    return federate({"records": False}, table=data, **plan), data
+    return federate({"records": False}, table=data, **plan)
 
 
 def test_prediction_table_columns_may_be_in_any_order(begin, tmp_path):
@@ -202,17 +206,17 @@ def test_a_site_predicts_in_its_own_units_and_names(begin, tmp_path):
         result.predict(asked["data"])
 
 
-def test_table_federation_names_the_models_columns(federate, tmp_path):
-    run, _ = of_tables(federate, tmp_path, DECLARED)
+def test_table_federation_names_the_models_columns(federate, data):
+    run = of_tables(federate, data, DECLARED)
     run()
     for party in (run.directory / "server", run.nodes[0].directory):
         assert json.loads((party / "run" / "records.json").read_text())["features"] == [*DECLARED]
 
 
 @pytest.mark.parametrize("declared", [DECLARED, RELEASED], ids=["declared", "released"])
-def test_a_public_test_set_is_scaled_as_the_sites_tables_are(federate, tmp_path, declared):
+def test_a_public_test_set_is_scaled_as_the_sites_tables_are(federate, data, declared):
     """An array has no names: its columns are those of federation.toml, in that order."""
-    run, data = of_tables(federate, tmp_path, declared)
+    run = of_tables(federate, data, declared)
     raw = SimulationSetup.of(run.plan(data=data)).raw
     np.savez(run.directory / "server" / "test.npz", x=raw.x.numpy(), y=raw.y.numpy())
     last = run()[-1]

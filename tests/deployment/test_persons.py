@@ -21,11 +21,16 @@ from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import of_run, simulate
 
 
+@pytest.fixture(scope="module")
+def visits(tmp_path_factory):
+    return str(table(tmp_path_factory.mktemp("visits") / "visits.csv"))
+
+
 @pytest.fixture
-def of_persons(make, tmp_path):
+def of_persons(make, visits, tmp_path):
     return make(
         tmp_path / "d",
-        data=str(table(tmp_path / "visits.csv")),
+        data=visits,
         label="sick",
         person="patient_id",
         sites=2,
@@ -61,12 +66,12 @@ def test_a_site_counts_samples_and_promises_persons(of_persons):
 
 
 @pytest.fixture(params=["person", "record"])
-def evaluated(request, federate, tmp_path):
+def evaluated(request, federate, visits):
     """A run that is over, of records of which some persons have three."""
     run = federate(
         {"seeds": "test"},
         rounds=2,
-        data=str(table(tmp_path / "visits.csv")),
+        data=visits,
         label="sick",
         person="patient_id",
         sites=2,
@@ -119,11 +124,10 @@ def test_without_names_no_person_is_protected(of_persons):
         Site(directory)
 
 
-def test_tuning_keeps_a_persons_records_together(make, tmp_path, monkeypatch):
+def test_tuning_keeps_a_persons_records_together(make, visits, tmp_path, monkeypatch):
     """Deployed and simulated, of a plan that protects records; test_tuning says how."""
     monkeypatch.setattr("fedpact.evaluation.personal.WEIGHTS", (1.0,))
-    data = str(table(tmp_path / "visits.csv"))
-    asked = {"data": data, "label": "sick", "person": "patient_id", "sites": 2, "rounds": 1}
+    asked = {"data": visits, "label": "sick", "person": "patient_id", "sites": 2, "rounds": 1}
     asked |= {"privacy": {"accountant": "rdp"}}
     home = make(tmp_path / "d", **asked) / "sites" / "site-00"
     plan, final = read_plan(home / "plan.json"), tmp_path / "model.safetensors"

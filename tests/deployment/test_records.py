@@ -145,9 +145,7 @@ def word_sites(make, tmp_path_factory, of_users):
     return make(where / "d", settings={"local_steps": 1}, rounds=2, **plan, **EQUAL_LENGTHS)
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "words"), [(None, (50, 2**40, "word")), (50, (-1, 0.5))]
-)
+@pytest.mark.parametrize(("vocabulary", "words"), [(None, (50, 2**40, "word")), (50, (-1, 0.5))])
 def test_a_word_that_the_model_does_not_have_leaves_no_trace(
     word_sites, tmp_path, vocabulary, words, caplog
 ):

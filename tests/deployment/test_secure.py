@@ -155,9 +155,7 @@ def sum_of_a_slot(sites, session, tasks, listed):
     return this.total()
 
 
-@pytest.mark.parametrize(
-    ("listed", "lies"), [((), False), ((), True), (NAMES_OF_FIVE[1:], True)]
-)
+@pytest.mark.parametrize(("listed", "lies"), [((), False), ((), True), (NAMES_OF_FIVE[1:], True)])
 def test_a_sum_of_two_attempts_stays_masked(federation, lies, listed):
     """One site is asked for new noise, the others for the old: sums that differ by its own alone.
 

@@ -22,23 +22,10 @@ def federation(federate):
     return lambda name="d", **plan: federate(CHOICES, name, **{**PLAN, **plan})
 
 
-@pytest.fixture(scope="module")
-def known():
-    return {}
-
-
 @pytest.fixture
-def undisturbed(federation, known):
-    """undisturbed(**plan) -> the model of a run of it; of each plan there is one run."""
-
-    def model(**plan):
-        if repr(plan) not in known:
-            run = federation("u", **plan)
-            run()
-            known[repr(plan)] = model_of(run)
-        return known[repr(plan)]
-
-    return model
+def undisturbed(ended):
+    """undisturbed(**plan) -> a run of it that is over; of each plan there is one."""
+    return lambda **plan: ended(CHOICES, **{**PLAN, **plan})
 
 
 def model_of(run):
@@ -75,14 +62,13 @@ def server_dies(run):
 WHOLE, SHORT, START = ["w"], ["grid/w"], ["grid/start"]
 
 
-def test_a_site_present_last_round_gets_differences(federation):
-    run = federation()
-    records = run()
+def test_a_site_present_last_round_gets_differences(undisturbed):
+    run = undisturbed()
     for node in run.nodes:
         assert tasks_of(node) == [(1, START), (2, SHORT), (3, SHORT), (4, SHORT)]
     assert len(run.nodes[0].heard[0]) < len(run.nodes[0].heard[1])
     lengths = [sum(len(node.heard[i]) for node in run.nodes) for i in range(4)]
-    assert [record.bytes_down for record in records[1:]] == lengths
+    assert [record.bytes_down for record in run.records[1:]] == lengths
 
 
 @pytest.mark.parametrize(
@@ -104,7 +90,7 @@ def test_a_site_with_another_start_gets_the_servers(federation, undisturbed, sec
     for node in run.nodes[:others]:
         assert tasks_of(node)[:3] == [(1, START), (1, WHOLE), (2, SHORT)]
     assert [charged(node) for node in run.nodes] == [8, 8, 8]
-    assert torch.equal(model_of(run), undisturbed(**plan))
+    assert torch.equal(model_of(run), model_of(undisturbed(**plan)))
 
 
 def test_without_retry_other_starts_get_the_servers_model(federate):
@@ -143,7 +129,7 @@ def test_a_restarted_site_gets_the_whole_model(federation, undisturbed):
         asked = [(1, START), (2, SHORT), *[(3, SHORT)] * times, (3, WHOLE), (4, SHORT)]
         assert tasks_of(node) == asked
     assert [charged(each) for each in run.nodes] == [8, 8, 8]
-    assert torch.equal(model_of(run), undisturbed())
+    assert torch.equal(model_of(run), model_of(undisturbed()))
 
 
 def test_a_site_with_a_rejected_reply_gets_the_whole_model(federation):
@@ -166,7 +152,7 @@ def test_a_restarted_server_continues_with_differences(federation, undisturbed):
     for node in run.nodes:
         assert tasks_of(node)[-2:] == [(3, SHORT), (4, SHORT)]
         assert charged(node) == 8
-    assert torch.equal(model_of(run), undisturbed())
+    assert torch.equal(model_of(run), model_of(undisturbed()))
 
 
 def test_all_restarted_sites_get_the_whole_model(federation, undisturbed):
@@ -176,7 +162,7 @@ def test_all_restarted_sites_get_the_whole_model(federation, undisturbed):
         restart(node)
     assert [record.refused for record in run()[1:]] == [{}] * 4
     assert [charged(node) for node in run.nodes] == [8, 8, 8]
-    assert torch.equal(model_of(run), undisturbed(**SECURE))
+    assert torch.equal(model_of(run), model_of(undisturbed(**SECURE)))
 
 
 def test_under_secure_aggregation_it_misses_a_round(federation):

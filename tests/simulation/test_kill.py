@@ -1,7 +1,6 @@
 """SIGKILL at random instants of a run: ledgers re-open, nothing released is uncharged, and the run
 goes on to the same end within every budget."""
 
-import json
 import os
 import random
 import signal

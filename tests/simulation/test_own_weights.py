@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.spread import spread
 from torch import nn
 
 import fedpact
@@ -88,12 +89,13 @@ BRINGING = {
 }
 
 
-@pytest.mark.parametrize("model", BRINGING.values(), ids=BRINGING)
-@pytest.mark.parametrize("mode", ["per_sample", "batch_clipped"])
-def test_undeclared_weights_have_no_epsilon(model, mode, tmp_path):
+@pytest.mark.parametrize(
+    ("which", "mode"), spread(BRINGING, ("per_sample", "batch_clipped"), one_in=2)
+)
+def test_undeclared_weights_have_no_epsilon(which, mode, tmp_path):
     algorithm = {"algorithm": "ldp_fedsgd" if mode == "batch_clipped" else "fedavg"}
     with pytest.raises(PlanError, match=r"no ε can be stated; hand in its class or a factory"):
-        fedpact.run(model, RECORDS, **SETTINGS, **algorithm, privacy={"mode": mode},
+        fedpact.run(BRINGING[which], RECORDS, **SETTINGS, **algorithm, privacy={"mode": mode},
                     out=tmp_path / "run")  # fmt: skip
     assert not (tmp_path / "run").exists()
 
