@@ -123,7 +123,7 @@ def _found(shop: TrainingSetup, kernel: PerSampleKernel, *expected: float) -> st
 
 TrainingSetup._verify, TrainingSetup.placement = _once, _found
 
-_DRAW = drawing._draw_svg
+_DRAW, _AXES = drawing._draw_svg, drawing.Chart.subplots
 
 
 def _undrawn(figure: object, salt: str, attributes: str) -> str:
@@ -135,9 +135,29 @@ def _undrawn(figure: object, salt: str, attributes: str) -> str:
     return f"<svg {attributes}></svg>"
 
 
+class _Nowhere:
+    """Axes on which all that is drawn is lost, as to make axes takes half of what is left."""
+
+    def __getattr__(self, name: str) -> "_Nowhere":
+        return self
+
+    def __call__(self, *_: object, **__: object) -> "_Nowhere":
+        return self
+
+    def get_ylim(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+
+def _no_axes(chart: object, rows: int = 1, *_: object, **__: object) -> object:
+    """In place of Chart.subplots, where figures are not drawn."""
+    return _Nowhere() if rows == 1 else [_Nowhere()] * rows
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    drawing._draw_svg = _DRAW if item.get_closest_marker("drawn") else _undrawn
+    drawn = item.get_closest_marker("drawn")
+    drawing._draw_svg = _DRAW if drawn else _undrawn
+    drawing.Chart.subplots = _AXES if drawn else _no_axes
     return (yield)
 
 

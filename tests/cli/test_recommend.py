@@ -28,8 +28,6 @@ from fedpact.privacy.accounting.planner import (
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.studies.recommend import Recommendation
 
-pytestmark = pytest.mark.usefixtures("no_page")
-
 
 def cli(*arguments):
     return CliRunner().invoke(app, arguments)

@@ -39,17 +39,6 @@ def _keep_interrupt_handler():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture
-def pages():
-    """For tests that read a run's page, which takes a third of it; the other runs have none."""
-
-
-@pytest.fixture(autouse=True)
-def _few_pages(request):
-    if "pages" not in request.fixturenames:
-        request.getfixturevalue("no_page")
-
-
 def fedpact(*arguments, cwd):
     out, err = io.StringIO(), io.StringIO()
     code = 0
@@ -145,7 +134,7 @@ def test_a_wrong_folder_error_suggests_the_runs_folder(tmp_path):
     assert "fedpact deploy up" in done.stderr
 
 
-def test_run_prints_the_outcome_and_the_reports_path(tmp_path, pages):
+def test_run_prints_the_outcome_and_the_reports_path(tmp_path):
     done = fedpact("run", *QUICK, "--out", "r", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "add/remove one record" in done.stdout
@@ -165,7 +154,7 @@ def printed(folder):
     return shlex.split(html.unescape(command))
 
 
-def test_the_command_that_a_report_prints_repeats_the_run(tmp_path, pages):
+def test_the_command_that_a_report_prints_repeats_the_run(tmp_path):
     # Settings left to defaults, given ones, and a name that a shell would take apart.
     given = ("--set", "algorithm=fedprox", "--set", "settings.proximal=0.5", "--set", "seed=3")
     first = tmp_path / "a run's"
@@ -182,7 +171,7 @@ def test_the_command_that_a_report_prints_repeats_the_run(tmp_path, pages):
     assert {"settings.proximal", "seed", "algorithm", "rounds"}.isdisjoint(marked)
 
 
-def test_records_that_were_given_in_python_are_said_to_be_needed(tmp_path, pages):
+def test_records_that_were_given_in_python_are_said_to_be_needed(tmp_path):
     x, y = np.random.default_rng(0).normal(size=(60, 3)), np.arange(60) % 2
     plan = package.Plan(rounds=1, sites=2)
     package.run(plan, tmp_path / "own", data=package.from_arrays(x.astype(np.float32), y))
@@ -327,7 +316,7 @@ def test_the_public_names_are_there_and_theory_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_accuracy_is_shown_with_the_majority_baseline(tmp_path, pages):
+def test_accuracy_is_shown_with_the_majority_baseline(tmp_path):
     """A model that hardly trained is right of as many labels as are the commonest."""
     rows = [f"{i % 7 / 7},{'rare' if i % 10 == 0 else 'common'}" for i in range(600)]
     (tmp_path / "ill.csv").write_text("\n".join(["a,label", *rows]) + "\n")

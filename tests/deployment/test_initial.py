@@ -18,8 +18,6 @@ from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 
-pytestmark = pytest.mark.usefixtures("no_page")
-
 FIRST = {"rounds": 1, "sites": 3, "privacy": {"mode": "none"}}
 
 

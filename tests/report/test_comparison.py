@@ -588,6 +588,7 @@ def test_of_one_seed_or_no_figure_nothing_is_said(tmp_path):
     assert draw_paired(comparison) is None
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "values", [["iid", "dirichlet"], [1, 2], [[1.0, 2.0], [3.0]], [True, False]]
 )

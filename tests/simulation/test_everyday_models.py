@@ -18,8 +18,6 @@ from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
 from fedpact.simulation.workshop import TrainingSetup
 
-pytestmark = pytest.mark.usefixtures("no_page")
-
 MODES = pytest.mark.parametrize("mode", ["per_sample", "none"])
 RNG = np.random.default_rng(0)
 IMAGES = RNG.random((90, 12, 12, 3), dtype="float32"), RNG.integers(0, 3, 90)

@@ -23,15 +23,6 @@ from fedpact.simulation.predict import Predictor
 from fedpact.simulation.setup import SimulationSetup
 
 ROWS = 60
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_pages():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedpact.api.write_report", lambda folder: None)
-        yield
-
-
 TABLE = {
     "data": "own.csv",
     "label": "outcome",

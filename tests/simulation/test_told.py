@@ -13,8 +13,6 @@ FRAME = pd.DataFrame({"a": np.arange(60) / 60, "ill": ["no", "yes"] * 30})
 TEST = pd.DataFrame({"ill": ["yes", "no", "yes"], "a": [0.1, 0.2, 0.3]})
 SETTINGS = {"rounds": 1, "sites": 2, "privacy": {"mode": "none"}}
 
-pytestmark = pytest.mark.usefixtures("no_page")
-
 
 def net(shape, classes):
     return nn.Linear(shape[0], classes)
