@@ -121,8 +121,7 @@ def test_tradeoffs_as_printed(few_points, monkeypatch):
     assert "comparison only" in document["guarantee"]
 
 
-def test_tradeoffs_table_and_figure(few_points, tmp_path, monkeypatch):
-    monkeypatch.setattr(tradeoffs_module, "STEP_COUNTS", (70_000,))
+def test_tradeoffs_table_and_figure(few_points, tmp_path):
     file = tmp_path / "figure.png"
     text = run("tradeoffs", "--out", str(file))
     assert "add/remove one record" in text

@@ -48,7 +48,7 @@ NAMES_OF_FIVE = tuple(f"site-0{k}" for k in range(5))
 
 SHARED = {
     "secure_aggregation": {"threshold": 3},
-    "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0, "accountant": "rdp"},
+    "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0},
 }
 SHARED_BY_FIVE = {**SHARED, "secure_aggregation": {"threshold": 4}}
 

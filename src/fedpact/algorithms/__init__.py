@@ -14,9 +14,11 @@ True
 """
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -165,11 +167,19 @@ def names() -> list[str]:
 
 def _modules() -> dict[str, str]:
     """Algorithm -> the full name of its module, in this folder or in `private`."""
+    places = [path + folder for folder in ("", "/private") for path in __path__]
+    # Read again once a file came or went.
+    return _listed(tuple((at, os.stat(at).st_mtime_ns) for at in places if os.path.isdir(at)))
+
+
+@lru_cache(maxsize=16)
+def _listed(places: tuple[tuple[str, int], ...]) -> dict[str, str]:
     found = dict[str, str]()
-    for folder in ("", "/private"):
-        for module in pkgutil.iter_modules([path + folder for path in __path__]):
+    for path, _ in places:
+        package = f"{__name__}.private" if path.endswith("/private") else __name__
+        for module in pkgutil.iter_modules([path]):
             if not module.ispkg and not module.name.startswith("_"):
-                found[module.name] = __name__ + folder.replace("/", ".") + "." + module.name
+                found[module.name] = f"{package}.{module.name}"
     return found
 
 
