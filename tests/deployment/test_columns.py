@@ -42,21 +42,6 @@ def table(path, n=90):
     return str(write_csv(path, ["age", "bmi", "ward", "out"], *rows))
 
 
-def test_a_deployment_has_the_simulations_bits(federate, tmp_path):
-    asked = {
-        "data": table(tmp_path / "t.csv"),
-        "label": "out",
-        "rounds": 3,
-        "records": {"columns": DECLARED},
-    }
-    run = federate({"seeds": "test"}, **asked)
-    run()
-    simulate(run.plan(**asked), tmp_path / "s")
-    deployed, simulated = tensors(run.directory / "server" / "run"), tensors(tmp_path / "s")
-    assert sorted(deployed) == sorted(simulated)
-    assert all(torch.equal(deployed[name], simulated[name]) for name in deployed)
-
-
 def test_site_reads_its_table_and_reports_wide_columns(make, tmp_path, caplog):
     data = table(tmp_path / "t.csv")
     declared = {**DECLARED, "bmi": {"range": [10, 60], "clamp": True}}
@@ -206,13 +191,6 @@ def test_a_site_predicts_in_its_own_units_and_names(begin, tmp_path):
         result.predict(asked["data"])
 
 
-def test_table_federation_names_the_models_columns(federate, data):
-    run = of_tables(federate, data, DECLARED)
-    run()
-    for party in (run.directory / "server", run.nodes[0].directory):
-        assert json.loads((party / "run" / "records.json").read_text())["features"] == [*DECLARED]
-
-
 @pytest.mark.parametrize("declared", [DECLARED, RELEASED], ids=["declared", "released"])
 def test_a_public_test_set_is_scaled_as_the_sites_tables_are(federate, data, declared):
     """An array has no names: its columns are those of federation.toml, in that order."""
@@ -222,6 +200,8 @@ def test_a_public_test_set_is_scaled_as_the_sites_tables_are(federate, data, dec
     last = run()[-1]
     expected = load(run.directory / "server").evaluate(data)
     assert (last.accuracy, last.loss) == pytest.approx((expected.accuracy, expected.loss))
+    for party in (run.directory / "server", run.nodes[0].directory):
+        assert json.loads((party / "run" / "records.json").read_text())["features"] == [*declared]
 
 
 def test_a_lost_reply_costs_no_second_release(begin):

@@ -20,14 +20,12 @@ from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.site_evaluation import _examiner_key
 from fedpact.deployment.site_records import own_records
-from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT, SampledGaussian, epsilon
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import CompanionReservation
 from fedpact.report.page import build_headline, write_page
 from fedpact.report.run_summary import read_run
-from fedpact.simulation.simulate import simulate
 
 EVALUATION_TABLE = {"share": 0.3, "every": 2, "epsilon": 4.0, "loss_bound": 3.0}
 PLAN = {"rounds": 3, "evaluation": EVALUATION_TABLE}
@@ -99,22 +97,6 @@ def test_an_evaluation_that_no_site_answers_says_why(federate, monkeypatch, capl
     assert [bool(record.evaluation) for record in records] == [False, False, True]
     assert "round 1 was not evaluated: site-00 stale" in caplog.text
     assert "put back" not in caplog.text
-
-
-def test_a_simulation_of_the_plan_releases_the_same_numbers(ran, tmp_path):
-    plan = Plan.read(ran.directory / "server" / "plan.json")
-    simulated = simulate(plan, tmp_path / "simulation")
-    released = [r.evaluation for r in simulated.records]
-    lines = (ran.directory / "server" / "run" / "rounds.jsonl").read_text().splitlines()
-    assert released == [json.loads(line)["evaluation"] for line in lines]
-    # Beside them, what they are without noise: what each site has found for its owner, and more.
-    last = simulated.records[-1].held_out
-    for site in NAMES:
-        found = own(ran.directory / "sites" / site)["rounds"]["3"]
-        assert {**found, **last[site]} == found
-        assert found.keys() - last[site].keys() == {"false_positives"}
-    names = [figure["exact"] for figure in simulated.summary["evaluation"]["figures"]]
-    assert all(exact is not None for exact in names)
 
 
 def test_exact_figures_stay_in_the_owners_files(ran):

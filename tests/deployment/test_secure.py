@@ -664,23 +664,6 @@ def test_bytes_are_those_that_went_over_the_wire(undisturbed):
     assert {r.round: r.bytes_down for r in run.records[1:]} == down
 
 
-def test_statement_says_epsilon_ignores_secure_aggregation(undisturbed):
-    told, other = (
-        json.loads((undisturbed[name].directory / "server" / "run" / "privacy.json").read_bytes())
-        for name in ("secure", "plain")
-    )
-    assert told["secure_aggregation"] == {
-        "threshold": 2,
-        "sites": 3,
-        "neighbours": 2,
-        "against": 0,
-        "bits": 64,
-    }
-    assert any("does not rely on it" in line for line in told["covers"])
-    assert other["secure_aggregation"] is None
-    assert other["sites"] == told["sites"]
-
-
 def test_a_threshold_that_the_sites_cannot_have_is_refused(federation, tmp_path):
     for threshold in (1, 4):
         with pytest.raises(PlanError, match=f"threshold = {threshold} with 3 sites"):
