@@ -752,12 +752,8 @@ def test_site_that_lost_its_reply_makes_no_second_share(federation, monkeypatch)
         ("masked", "server"),
         ("open", "site"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("masked", "site"),
-                ("open", "server"),
-                *itertools.product((*AHEAD[:-1], *SLOW), ("site", "server")),
-            )
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in itertools.product((*AHEAD[:-1], *SUM, *SLOW), ("site", "server"))
         ),
     ],
 )
