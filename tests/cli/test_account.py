@@ -104,15 +104,19 @@ def test_errors_name_the_fault(arguments, error, message):
 
 
 @pytest.fixture
+def unproven(monkeypatch):
+    """What is proven for a curve's σ, most of the time, is left to test_custom_tradeoffs."""
+    monkeypatch.setattr(tradeoffs_module, "with_proof", lambda _, point: point)
+
+
+@pytest.fixture
 def few_points(monkeypatch):
     monkeypatch.setattr(tradeoffs_module, "STEP_COUNTS", (70_000, 700_000))
     monkeypatch.setattr(tradeoffs_module, "EPSILONS", (0.3,))
     monkeypatch.setattr(tradeoffs_module, "EXACT_ACCOUNTANTS", ("rdp",))
 
 
-def test_tradeoffs_as_printed(few_points, monkeypatch):
-    # Utilities follow from σ alone; what is proven for it would be most of the time.
-    monkeypatch.setattr(tradeoffs_module, "with_proof", lambda _, point: point)
+def test_tradeoffs_as_printed(few_points, unproven):
     document = json.loads(run("tradeoffs", "--json", "--preset", "paper"))
     utility = {(p["curve"], p["steps"]): p["utility"] for p in document["points"]}
     assert utility["proposed", 70_000] == pytest.approx(25.83, abs=6e-3)
@@ -121,7 +125,7 @@ def test_tradeoffs_as_printed(few_points, monkeypatch):
     assert "comparison only" in document["guarantee"]
 
 
-def test_tradeoffs_table_and_figure(few_points, tmp_path):
+def test_tradeoffs_table_and_figure(few_points, unproven, tmp_path):
     file = tmp_path / "figure.png"
     text = run("tradeoffs", "--out", str(file))
     assert "add/remove one record" in text
