@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fedpact.common.messages import SiteScore
+from fedpact.common.notebook import LIGHT
 from fedpact.report import charts
 from fedpact.report.meaning import explain_run, stake
 from fedpact.report.page import write_report
@@ -249,6 +250,15 @@ def test_figures_have_room_for_long_names(build):
     allowed = [1.23456 + i % 4 for i in range(20)]
     found = page(build(names, labels=classes, budgets=allowed))
     assert len(found.titles()) == 6
+
+
+@pytest.mark.drawn
+def test_figures_have_the_pages_colours_and_no_others(five):
+    figures = re.findall(r"<svg.*?</svg>", five.source, re.DOTALL)
+    assert len(figures) > 6
+    for figure in figures:
+        assert not re.search(r"#[0-9a-fA-F]{3,6}\b|\brgb|\bwhite\b|\bblack\b", figure)
+        assert set(re.findall(r"var\(--([\w-]+)\)", figure)) <= set(LIGHT)
 
 
 @pytest.mark.drawn
