@@ -167,15 +167,15 @@ def test_channels_are_listed_in_increasing_order(capsys):
 @pytest.mark.parametrize("budget", [0.05, 8.0])
 def test_rounds_are_weighted_by_their_signal(budget):
     """The ratio of all records' way to the noise's, by hand: at q = 1 it is one release's."""
-    whole = scene(f"privacy.epsilon={budget}", "sampling_rate=1.0", "rounds=50")
+    whole = scene(f"privacy.epsilon={budget}", "sampling_rate=1.0")
     (case,) = optimise_budgets(whole, passes=None)["cases"]
     chosen, weights = case["chosen"], whole.workshop.bench().private.model.size
     records, steps = sum(whole.sizes.values()), chosen["steps"]
     rate = chosen["sampling_rate"]
     ratio = math.sqrt(steps) * rate * records / (chosen["sigma"] * math.sqrt(2 * weights))
     assert case["useful_rounds"] == min(max(round(4 * ratio), 3), 100)
-    assert chosen["rounds"] == min(case["useful_rounds"], 50)
-    # Noise that drowns ten records is no place for fifty rounds.
+    assert chosen["rounds"] == min(case["useful_rounds"], 20)
+    # Noise that drowns ten records is no place for twenty rounds.
     assert (chosen["rounds"] < 10) == (budget < 1)
     spent = epsilon({SampledGaussian(rate, chosen["sigma"]): steps}, case["delta"], "rdp")
     assert 0.99 * budget < spent <= budget

@@ -591,12 +591,11 @@ class Disk:
         return operation
 
 
-# It charges twice in a round; test_kills.py is of one that remembers something, too.
+# It remembers something; test_kills.py is of one that charges twice in a round, too.
 def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypatch):
     """It fails at each of a round's operations in turn and stays so; the site is asked again and
     again, and started again by what looks after it; then the disk is mended."""
-    plan = {"algorithm": "fedproxvr", "rounds": 9, "settings": {"local_steps": 1}}
-    home = make(tmp_path / "d", **plan) / "sites" / "site-00"
+    home = make(tmp_path / "d", algorithm="scaffold", rounds=9, settings={}) / "sites" / "site-00"
     with Site(home) as site:
         rounds(site, 1, [])
     each, disk = charged(home), Disk(monkeypatch)
