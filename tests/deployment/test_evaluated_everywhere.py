@@ -26,7 +26,7 @@ KINDS = {
     "masked": {"secure_aggregation": {"threshold": 2}},
     "shared": {
         "secure_aggregation": {"threshold": 3},
-        "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0, "accountant": "rdp"},
+        "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0},
         "settings": {"local_steps": 1},
     },
     "heads": {"local": {"head": 10}},

@@ -35,6 +35,7 @@ def finished(make, elsewhere):
     directory = make(
         elsewhere / "d",
         {"seeds": "test", "patience": {"join_seconds": 3600}},
+        privacy={},
         **PLAN,
     )
     # As long as a site has not come the run does not begin, so strangers find the server there.
