@@ -349,7 +349,7 @@ def forced(way, module, loss):
                 alone[key] = Alone(model, loss, x, y, "as the test wants it")
             return alone[key]
 
-        kernel._passes._traced = traced
+        kernel._passes._trace_for = traced
     return kernel
 
 

@@ -64,7 +64,7 @@ ADDED = {
     ),
     "partition": (
         "data/partition.py",
-        lambda text: before("def _known(", text, block("partition")),
+        lambda text: before("def _check_kind(", text, block("partition")),
     ),
     "features": ("data/features/kinds.py", lambda text: text + "\n\n" + block("features")),
     "metric": (

@@ -14,7 +14,7 @@ import torch
 
 from fedpact.common.errors import DataError, InputError, PlanError
 from fedpact.common.files import check_out
-from fedpact.common.format import counted, headline_metric, upper
+from fedpact.common.format import count_noun, headline_metric, upper
 from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import Bar, card, frame, in_notebook
 from fedpact.common.run_folder import (
@@ -50,7 +50,7 @@ class Result(Simulated):
     def __repr__(self) -> str:
         summary = self.summary
         rounds = summary.get("rounds", "no")
-        parts = [counted(rounds, "round"), str(summary.get("status", "not ended"))]
+        parts = [count_noun(rounds, "round"), str(summary.get("status", "not ended"))]
         of = summary.get("average") or {} if self.average else summary
         found = of.get("accuracy"), of.get("loss")
         if found != (None, None):

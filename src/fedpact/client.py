@@ -130,15 +130,15 @@ class Client(Generic[Context]):
             memory = self.read_memory(task)
             oracle = self._oracle(task, memory, bench)
             local = self._method.local(
-                _moved(self._device, task), oracle, _moved(self._device, memory)
+                _move(self._device, task), oracle, _move(self._device, memory)
             )
             if oracle.shares:
-                local = self._shared(local, oracle)
+                local = self._shareable(local, oracle)
         except BudgetExhausted:
             return Refusal(task.run, task.round, self.name, "budget")
         except PrivacyError:
             return Refusal(task.run, task.round, self.name, "policy")
-        self._memory.keep(task, _moved(_CPU, local.memory))
+        self._memory.keep(task, _move(_CPU, local.memory))
         return self._reply(task, local)
 
     def read_memory(self, task: Task) -> State:
@@ -155,13 +155,13 @@ class Client(Generic[Context]):
             round=task.round,
             site=self.name,
             weight=self._size,
-            vectors=_moved(_CPU, local).vectors,
+            vectors=_move(_CPU, local).vectors,
             numbers=local.numbers,
             ledger_head=self.ledger.head if self.ledger else "",
             ledger_length=self.ledger.length if self.ledger else 0,
         )
 
-    def _shared(self, local: Local, oracle: Oracle) -> Local:
+    def _shareable(self, local: Local, oracle: Oracle) -> Local:
         """Return what secure aggregation may sum: the noisy shares on their grid, public numbers.
 
         The vectors in `local` were computed from the shares in floating point; their sum would not
@@ -191,7 +191,7 @@ def read_memory(memory: Path | MemoryStore, included: int) -> State:
     return _Memory(memory).after(included)
 
 
-def _moved(device: torch.device, held: Payload) -> Payload:
+def _move(device: torch.device, held: Payload) -> Payload:
     """Return the payload on a device; the same object if it is there already."""
     if all(vector.device == device for vector in held.vectors.values()):
         return held
@@ -212,7 +212,7 @@ class _Memory:
         if block is not None:
             with parse_errors(self._store.path, _LOST):
                 whole: Any = from_bytes(block, math.inf)
-                self._old, self._new = _unpacked(whole, _OLD), _unpacked(whole, _NEW)
+                self._old, self._new = _unpack(whole, _OLD), _unpack(whole, _NEW)
 
     def after(self, included: int) -> State:
         """Return the memory as of the last included round, -1 for none."""
@@ -233,7 +233,7 @@ class _Memory:
         return self._new if self._new[1] == included > self._old[1] else self._old
 
 
-def _unpacked(whole: State, prefix: str) -> tuple[State, int]:
+def _unpack(whole: State, prefix: str) -> tuple[State, int]:
     own, _ = split_state(whole, prefix)
     numbers = dict(own.numbers)
     number = int(numbers.pop(""))

@@ -110,7 +110,7 @@ class Plan(BaseModel):
         try:
             super().__init__(**configuration.plain(raw))
         except ValidationError as error:
-            raise _refused(error, raw) from None
+            raise _as_plan_error(error, raw) from None
         combine.check_used(self, typed)
 
     @model_validator(mode="after")
@@ -136,7 +136,7 @@ class Plan(BaseModel):
         self.privacy.check_clips(self.rounds)
         if self.compression.kind == "auto":
             # plan.json records the choice. The plan is still being validated, so it may be changed.
-            chosen = self.compression.settled(self.private and not self.records.released)
+            chosen = self.compression.settle(self.private and not self.records.released)
             object.__setattr__(self, "compression", chosen)
             vars(self).pop("method")
         self.compression.check_noise(self.why_unprotected)
@@ -415,7 +415,7 @@ class Plan(BaseModel):
 
         typed: keys that are refused if they have no effect; by default all, but none of plan.json.
         """
-        return _validated(
+        return _validate(
             select_given(raw, _document), find_typed_keys(raw) if typed is None else typed
         )
 
@@ -432,10 +432,10 @@ class Plan(BaseModel):
         if path is None and not private and Method(raw["algorithm"]).facts.plain_only:
             # The default configuration asks for privacy; the user did not.
             raw["privacy"] = {"mode": "none"}
-        return _validated(raw, typed)
+        return _validate(raw, typed)
 
 
-def _refused(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
+def _as_plan_error(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
     name = raw.get("algorithm", "fedavg") if isinstance(raw, Mapping) else ""
     own = (
         {"settings": algorithms.load(name).Settings}
@@ -445,14 +445,14 @@ def _refused(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
     return plan_error(error, (), Plan, own)
 
 
-def _validated(raw: Mapping[str, Any], typed: Collection[str] | None) -> Plan:
+def _validate(raw: Mapping[str, Any], typed: Collection[str] | None) -> Plan:
     if isinstance(raw, Mapping):
         return Plan(typed, **raw)
     try:
         return Plan.model_validate(raw)
     except ValidationError as error:
-        raise _refused(error, raw) from None
+        raise _as_plan_error(error, raw) from None
 
 
 def _document(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return _validated(raw, ()).document()
+    return _validate(raw, ()).document()

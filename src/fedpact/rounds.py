@@ -88,14 +88,14 @@ class Rounds:
         if not self.plan.method.facts.opens_run:
             return at, record
         tasks, tally = self._tasks.of(at, self._tasks.begin(at), 0), Tally()
-        state = self._folded(at.state, tasks, tally)
+        state = self._fold(at.state, tasks, tally)
         if state is None:
             refused = ", ".join(f"{site} {code}" for site, code in tally.refused.items())
             raise FedpactError(
                 f"round 0, in which sites release the scales of their columns: no site replied "
                 f"({refused or 'none was asked'}); resolve what they refuse, and start again"
             )
-        down, up = self._sent(tasks, tally)
+        down, up = self._bytes_sent(tasks, tally)
         costs = replace(at.costs, sent=at.costs.sent + down + up)
         after = Checkpoint(state, 0, dict.fromkeys(tally.replied, 0), costs)
         return after, replace(record, bytes_down=down, bytes_up=up, refused=tally.refused)
@@ -118,10 +118,10 @@ class Rounds:
 
         deadline = self.plan.clock.deadline
         tally = Tally(None if deadline is None else lambda *answers: timed(*answers)[1])
-        state = self._folded(begin, tasks, tally)
+        state = self._fold(begin, tasks, tally)
         if state is None:
             return None
-        down, up = self._sent(tasks, tally)
+        down, up = self._bytes_sent(tasks, tally)
         record = RoundRecord(
             round=number,
             steps=steps,
@@ -146,7 +146,7 @@ class Rounds:
         record = self.evaluate(after, record)
         return after, replace(record, seconds=time.perf_counter() - started)
 
-    def _folded(self, state: State, tasks: dict[str, Task], tally: Tally) -> State | None:
+    def _fold(self, state: State, tasks: dict[str, Task], tally: Tally) -> State | None:
         """Exchange tasks for replies and combine them into the next state; None without replies."""
         replies = tally.through(self.transport.exchange(tasks))
         first = next(replies, None)
@@ -161,7 +161,7 @@ class Rounds:
             tally.reject(site)
         return after
 
-    def _sent(self, tasks: dict[str, Task], tally: Tally) -> tuple[int, int]:
+    def _bytes_sent(self, tasks: dict[str, Task], tally: Tally) -> tuple[int, int]:
         """Return the bytes that an exchange took, down and up."""
         return self.transport.traffic or (sum(t.wire_bytes for t in tasks.values()), tally.bytes)
 

@@ -103,7 +103,7 @@ def ask(directory, moment, held_up):
     port = link.stdout.readline().strip()
     try:
         with (
-            processes._ended_by_signals(),
+            processes._end_by_signals(),
             processes._ends_with(lambda: link.poll() is None, directory),
             closing(PromptGrid(f"http://127.0.0.1:{port}", None, "token", 1)) as grid,
         ):

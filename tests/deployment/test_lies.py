@@ -108,18 +108,18 @@ def test_site_with_less_budget_does_not_end_the_run(federation):
 def test_a_sum_that_honest_sites_cannot_have_is_not_taken(federation):
     """Masked, one reply is not seen; the sum is. It is asked for once, as each try costs budget."""
     run, nodes = federation(3, **SECURE, budget={"spare_rounds": 1})
-    honest = nodes[0].site._trained
+    honest = nodes[0].site._train
 
     def lie(task):
         reply = from_bytes(honest(task))
         return to_bytes(Reply(**{**vars(reply), **further(task, reply)}))
 
-    nodes[0].site._trained = lie
+    nodes[0].site._train = lie
     with pytest.raises(FalseSum, match="site-00, site-01, site-02 is impossible for honest"):
         run.refused()
     assert [charged(node) for node in nodes] == [2, 2, 2]
     # It goes on once the owners have found out.
-    nodes[0].site._trained = honest
+    nodes[0].site._train = honest
     assert run.refused() == [{}, {}]
     assert run.summary["status"] == "finished"
 

@@ -155,7 +155,7 @@ def test_released_values_are_shown_during_the_run(finished, unended):
 def test_status_names_the_majority_class_and_the_worst(finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path / "server" / "run")
     (tmp_path / "server" / "federation.toml").touch()
-    figures, *compared = deploy._released(tmp_path)
+    figures, *compared = deploy._list_released(tmp_path)
     assert compared == take_snapshot(finished.folder)["compared"]
     assert len(compared) == 2
     whole = finished.summary["evaluation"]["figures"]

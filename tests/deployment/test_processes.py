@@ -141,7 +141,7 @@ def test_a_party_starts_while_somebody_tests_its_lock(tmp_path, monkeypatch):
         return only_one(*about)
 
     monkeypatch.setattr(processes, "only_one", tested)
-    with processes._held(tmp_path):
+    with processes._hold(tmp_path):
         assert is_held(tmp_path)
     assert not is_held(tmp_path)
 

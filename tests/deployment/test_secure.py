@@ -679,7 +679,7 @@ def test_a_site_whose_owner_did_not_write_honest_takes_no_part(make, tmp_path):
 
 def shared_words(monkeypatch):
     """Each share that a site's oracle makes, and (round, attempt, sites, total) of sums opened."""
-    made, share = {}, PrivateOracle._shared
+    made, share = {}, PrivateOracle._share
     opened, mean = [], SharedSum.mean
 
     def kept(oracle, *args, **more):

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where
 from fedpact.per_sample.tracing.batch_table import states
-from fedpact.per_sample.tracing.program import evaluated
+from fedpact.per_sample.tracing.program import evaluate_nodes
 
 aten = torch.ops.aten
 
@@ -239,7 +239,7 @@ def _gradients(g: Draw, node: fx.Node, value: float | None) -> list[Tensor]:
             one[CHANGED] = value
         one.requires_grad_()
     try:
-        found = evaluated(list(g.graph.nodes), values)[node]
+        found = evaluate_nodes(list(g.graph.nodes), values)[node]
         found = found if isinstance(found, (tuple, list)) else [found]
         sums = [one.sum() for one in found if one.requires_grad]
         if not sums or not floats:
@@ -253,7 +253,7 @@ def _results(g: Draw, node: fx.Node, kept: Callable[[Tensor], Tensor]) -> list[T
     """The operation's results, on what is kept of the records."""
     torch.manual_seed(0)
     values = {n: kept(v) if n in g.records else v for n, v in g.values.items()}
-    found = evaluated(list(g.graph.nodes), values)[node]
+    found = evaluate_nodes(list(g.graph.nodes), values)[node]
     return list(found) if isinstance(found, (tuple, list)) else [found]
 
 

@@ -20,7 +20,7 @@ from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement, length_for, scatter
 from fedpact.per_sample.products import filled_attention, filled_linear, filled_matrices, products
-from fedpact.per_sample.registers import filled_up
+from fedpact.per_sample.registers import fill_up
 from fedpact.per_sample.tracing import replacements
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import Budget
@@ -297,7 +297,7 @@ def test_each_threads_share_has_whole_registers(number, slots):
 
     with threads(number):
         for size in (99, 1100, 70400, 96064):
-            assert filled_up(noted, 0, slots, torch.zeros(size)).numel() == size
+            assert fill_up(noted, 0, slots, torch.zeros(size)).numel() == size
     for numbers in found:
         parts = {number, min(number, -(-numbers // 2**15))} if numbers > 2**14 else {1}
         assert not any(numbers % (64 * n) for n in parts)
@@ -523,7 +523,7 @@ def test_odd_numbers_need_no_longer_pass(module, width, loss):
     """So that 16 records do not have to cost what 64 do."""
     passes = PerSampleKernel(FlatModel(module()), loss)._passes
     form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
-    assert passes._traced(*form).multiple == 1
+    assert passes._trace_for(*form).multiple == 1
 
 
 def test_rows_are_filled_up_where_that_costs_less():
@@ -552,7 +552,7 @@ def test_rows_are_filled_up_where_that_costs_less():
 )
 def test_an_operation_on_filled_rows_is_the_same(op, start, shapes):
     given = [(torch.rand(s, dtype=torch.float64) + 1).requires_grad_() for s in shapes]
-    found, expected = filled_up(op, start, 1 if start else 8, *given), op(*given)
+    found, expected = fill_up(op, start, 1 if start else 8, *given), op(*given)
     assert torch.allclose(found, expected, rtol=1e-13, atol=0)
     assert found.shape == expected.shape
     g = torch.rand_like(expected)

@@ -23,7 +23,7 @@ from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.tracing import keyed_draws
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where
-from fedpact.per_sample.tracing.keyed_draws import PassNumbers, drawing, drawn, expected
+from fedpact.per_sample.tracing.keyed_draws import PassNumbers, draw_by_key, drawing, expect_means
 
 RATE, WIDTH = 0.4, 8
 LAYOUT = Placement(length=16)
@@ -116,7 +116,7 @@ def test_a_record_more_adds_its_own_share_alone(drawing, way, records, monkeypat
     kernel, clip = kernel_of(between, way=way), 1e-2
     kernel.seed(lambda: 3)
     if way == "loop":
-        kernel._passes._traced(x, y)._by_vmap = False
+        kernel._passes._trace_for(x, y)._by_vmap = False
 
     def summed(chosen):
         return kernel.clipped_sum(x[chosen], y[chosen], clip, layout=Placement(length=8))
@@ -156,7 +156,7 @@ def test_the_sum_is_of_gradients_behind_the_masks(records):
     kernel.seed(lambda: 9)
     numbers = PassNumbers.of_records(lambda: 9, x, y, leading=False)
     with drawing(numbers):
-        mask = drawn(torch.dropout, Where(0))(torch.ones_like(x), RATE, True)
+        mask = draw_by_key(torch.dropout, Where(0))(torch.ones_like(x), RATE, True)
     assert {round(v, 9) for v in mask.unique().tolist()} == {0.0, round(1 / (1 - RATE), 9)}
     assert len(mask.unique(dim=0)) > 5
     rows = x * mask
@@ -176,7 +176,7 @@ def test_draws_belong_to_the_record_in_any_slot(where, records):
 
     def made(n):
         with drawing(PassNumbers.of_records(lambda: 2, x[:n], y[:n], leading=False)):
-            found = drawn(torch.rand, where)(forms[n])
+            found = draw_by_key(torch.rand, where)(forms[n])
         split = [*found.shape]
         split[where.dim : where.dim + 1] = [where.outer, n, where.inner]
         return found.view(split).movedim(where.dim + 1, 0)
@@ -190,7 +190,7 @@ def test_numbers_that_are_nobodys_are_refused(records):
         drawing(PassNumbers.of_records(lambda: 2, *records, leading=False)),
         pytest.raises(ModelError, match="which are whose"),
     ):
-        drawn(torch.rand, Where(0))([12, 4])
+        draw_by_key(torch.rand, Where(0))([12, 4])
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
@@ -295,12 +295,12 @@ def test_other_draws_are_refused_in_our_words(between, records):
 
 def test_without_chance_dropout_does_nothing():
     x = torch.randn(4, 3)
-    with expected():
+    with expect_means():
         assert torch.allclose(F.dropout(x, 0.3), x)
         assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
         # What is keyed inside stays without chance.
         with drawing(PassNumbers.of(lambda: 1)):
-            assert torch.allclose(drawn(torch.dropout)(x, 0.3, True), x)
+            assert torch.allclose(draw_by_key(torch.dropout)(x, 0.3, True), x)
 
 
 def test_each_step_of_a_run_has_its_own_number():

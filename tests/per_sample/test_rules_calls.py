@@ -11,7 +11,7 @@ import torch
 
 from fedpact.per_sample.convolution import Convolved, Geometry, layout_of
 from fedpact.per_sample.gradients import Outer, difference
-from fedpact.per_sample.rules import Call, replayed, shares_of
+from fedpact.per_sample.rules import Call, replay, shares_of
 from fedpact.per_sample.tracing.batch_rules import Where
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def check(call, expected, shares=None):
         found = rows_of(share).reshape(rows.shape)
         assert (found - rows).abs().max() <= 1e-9 * rows.abs().max()
         quick = share.quick_rows(slice(0, B), torch.empty(B, share.size, dtype=torch.float64))
-        assert torch.equal(share.arranged(quick).reshape(B, -1), rows_of(share).reshape(B, -1))
+        assert torch.equal(share.arrange(quick).reshape(B, -1), rows_of(share).reshape(B, -1))
         alone = share.rows(slice(1, 2)).reshape(1, -1)
         assert (alone - rows[1:2].reshape(1, -1)).abs().max() <= 1e-9 * rows.abs().max()
         if (part := share.special()) is not None:
@@ -87,11 +87,11 @@ def by_rule(call):
     from fedpact.per_sample import rules
 
     replays = []
-    before, rules.replayed = rules.replayed, lambda call: replays.append(call) or before(call)
+    before, rules.replay = rules.replay, lambda call: replays.append(call) or before(call)
     try:
         shares_of(call)
     finally:
-        rules.replayed = before
+        rules.replay = before
     return not replays
 
 
@@ -99,7 +99,7 @@ def both(*case, **kwargs):
     call, expected = called(*case, **kwargs)
     assert by_rule(call)
     check(call, expected)
-    check(call, expected, replayed(call))
+    check(call, expected, replay(call))
 
 
 SETTINGS = [

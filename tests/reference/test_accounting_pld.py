@@ -38,7 +38,7 @@ def test_plain_gaussians_are_within_0_1_percent_of_exact(releases, delta):
 def test_transform_rounding_stays_below_its_allowance(sigma, count):
     # The release-by-release path, which epsilon() spares plain Gaussians: their δ is known exactly.
     step = pld.grid_step([(1.0, sigma, count)])
-    composed = pld._repeated(pld._single(1.0, sigma, step), count)
+    composed = pld._repeat(pld._single(1.0, sigma, step), count)
     mu = math.sqrt(count) / sigma
     for z in (1.0, 3.0, 4.5, 5.5, 6.5, 7.2):
         epsilon = mu * z + mu**2 / 2
@@ -54,7 +54,7 @@ def test_rounding_of_transforms_never_lowers_epsilon(monkeypatch, sigma, count, 
     """
     terms = [(0.015, sigma, count)]
     error = (count + 20) * 2.0**-52
-    exact, repeated = pld._composed(terms, pld.grid_step(terms), delta), pld._repeated
+    exact, repeated = pld._compose(terms, pld.grid_step(terms), delta), pld._repeat
 
     class Rounded:
         def __init__(self, one, number):
@@ -66,7 +66,7 @@ def test_rounding_of_transforms_never_lowers_epsilon(monkeypatch, sigma, count, 
         def get_epsilon_for_delta(self, most):
             return self._found.get_epsilon_for_delta(most + error)
 
-    monkeypatch.setattr(pld, "_repeated", Rounded)
+    monkeypatch.setattr(pld, "_repeat", Rounded)
     assert pld.is_resolved(terms, delta)
     assert exact <= pld.pld_epsilon(terms, delta) <= 1.001 * exact
 
@@ -149,7 +149,7 @@ def test_never_below_the_optimistic_estimate(terms, delta):
             pessimistic_estimate=False,
             use_connect_dots=False,
         )
-        parts.append(pld._repeated(one, count))
+        parts.append(pld._repeat(one, count))
     composed = functools.reduce(lambda a, b: a.compose(b), parts)
     assert pld.pld_epsilon(terms, delta) >= composed.get_epsilon_for_delta(delta) > 0
 

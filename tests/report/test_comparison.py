@@ -533,7 +533,7 @@ def test_differences_are_paired_by_seed_and_corrected(tmp_path):
     put_all(tmp_path, finals)
     put(tmp_path, "reference", 3, {0: 0.1, 2: 0.9})  # a seed that no other has
     comparison = read(tmp_path, list(finals), range(4))
-    found = comparison.paired(lambda run: run.accuracy)
+    found = comparison.pair(lambda run: run.accuracy)
     own = [stats.ttest_rel(finals[n], finals["reference"]) for n in ("better", "same")]
     for one, theirs in zip(found, own, strict=True):
         interval = theirs.confidence_interval(0.95)
@@ -554,7 +554,7 @@ def test_a_method_is_compared_with_itself_between_points(tmp_path):
     points = {n: SweepPoint(n[0], {"privacy.epsilon": float(n[1])}) for n in finals}
     put_all(tmp_path, finals)
     comparison = swept(read(tmp_path, list(finals), range(3)), points)
-    found = comparison.paired_points(lambda run: run.accuracy)
+    found = comparison.pair_points(lambda run: run.accuracy)
     own = [stats.ttest_rel(finals[f"{n}4"], finals[f"{n}1"]).pvalue for n in "ab"]
     assert [(one.entry.name, one.reference.name) for one in found] == [("a4", "a1"), ("b4", "b1")]
     assert found[0].p == pytest.approx(min(1, 2 * own[0] if own[0] < own[1] else own[0]))
@@ -566,14 +566,14 @@ def test_a_method_is_compared_with_itself_between_points(tmp_path):
         "b: ε = 4 minus ε = 1",
     ]
     alone = swept(read(tmp_path, ["a1", "a4"], range(3)), points)
-    assert alone.paired_points(lambda run: run.accuracy) == []
-    assert len(alone.paired(lambda run: run.accuracy)) == 1
+    assert alone.pair_points(lambda run: run.accuracy) == []
+    assert len(alone.pair(lambda run: run.accuracy)) == 1
 
 
 def test_equal_differences_are_no_evidence(tmp_path):
     put_all(tmp_path, {"one": (0.1, 0.7), "two": (0.1 + 5 / 355, 0.7 + 5 / 355)})
     comparison = read(tmp_path, ["one", "two"], [0, 1])
-    (only,) = comparison.paired(lambda run: run.accuracy)
+    (only,) = comparison.pair(lambda run: run.accuracy)
     assert (only.p, only.known) == (1.0, False)
     assert paired_table(comparison).rows[0][1:4] == ("+1.41", "–", "–")  # type: ignore[union-attr]
 
@@ -581,7 +581,7 @@ def test_equal_differences_are_no_evidence(tmp_path):
 def test_of_one_seed_or_no_figure_nothing_is_said(tmp_path):
     put_all(tmp_path, {"one": [0.5], "two": [0.6], "lost": [math.nan]})
     comparison = read(tmp_path, ["one", "two", "lost"], [0])
-    (only,) = comparison.paired(lambda run: run.accuracy)
+    (only,) = comparison.pair(lambda run: run.accuracy)
     assert (only.entry.name, only.p) == ("two", 1.0)
     assert math.isnan(only.low)
     assert paired_table(comparison).rows[0][:4] == ("two minus one", "+10.00", "–", "–")  # type: ignore[union-attr]

@@ -146,8 +146,8 @@ def test_each_plans_best_continue_and_every_run_is_counted(tmp_path, monkeypatch
 
 def test_a_setting_is_tried_with_the_plans_that_have_it():
     points = [{"settings.proximal": 0.1, RATE: 1.0}, {"settings.proximal": 0.2, RATE: 1.0}]
-    assert searching._known(Plan.parse({"algorithm": "fedprox"}), points) == points
-    assert searching._known(Plan.parse({"algorithm": "fedavg"}), points) == [{RATE: 1.0}]
+    assert searching._keep_known(Plan.parse({"algorithm": "fedprox"}), points) == points
+    assert searching._keep_known(Plan.parse({"algorithm": "fedavg"}), points) == [{RATE: 1.0}]
 
 
 def test_no_trial_knows_held_out_or_test_records(tmp_path, monkeypatch):

@@ -113,7 +113,7 @@ def _channel(settings: Settings) -> str:
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     most = round_steps(task, settings.local_steps)
-    last = most + 1 if settings.iterate == "last" else _drawn(task.round, most)
+    last = most + 1 if settings.iterate == "last" else _draw_step(task.round, most)
     iterates = _iterates(task.vectors["w"], oracle, last, settings)
     return Local({"w": deque(iterates, maxlen=1).pop()})
 
@@ -173,7 +173,7 @@ def _prox(w: Tensor, v: Tensor, center: Tensor, eta: float, mu: float) -> Tensor
     return (w - eta * v + eta * mu * center) / (1 + eta * mu)
 
 
-def _drawn(round_number: int, most: int) -> int:
+def _draw_step(round_number: int, most: int) -> int:
     """Return t' of a round, uniform on 1..τ over the rounds."""
     digest = hashlib.blake2b(f"t' of round {round_number}".encode(), digest_size=8).digest()
     return 1 + int.from_bytes(digest, "big") % most

@@ -117,7 +117,7 @@ def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
         for reply in replies:
             sizes.append(positive(batch_size=reply.numbers["batch_size"]))
             variances.append(non_negative(noise_variance=reply.numbers["noise_variance"]))
-            yield replace(reply, weight=sizes[-1]) if by_size else _shared(reply, penalty)
+            yield replace(reply, weight=sizes[-1]) if by_size else _weigh_by_noise(reply, penalty)
 
     if by_size:
         gradient = weighted_mean(noted(), vectors=("gradient",)).vectors["gradient"]
@@ -134,7 +134,7 @@ def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
     return State({"w": w.add(gradient, alpha=-rate)}, {"round": number, "noise_variance": noise})
 
 
-def _shared(reply: Reply, penalty: float) -> Reply:
+def _weigh_by_noise(reply: Reply, penalty: float) -> Reply:
     gradient, size = reply.vectors["gradient"], reply.numbers["batch_size"]
     share = 1 / (reply.numbers["noise_variance"] + penalty)
     return replace(reply, weight=share, vectors={"sized": gradient * size, "even": gradient})

@@ -69,8 +69,8 @@ class Settings(fedavg.Settings):
     average_decay: float = Field(default=0.0, ge=0, lt=1)
 
     def own_model(self, w: Tensor, memory: State) -> Tensor | None:
-        held = _held(w, memory, self, self.local_steps)
-        return _averaged(held, memory, self)[0] if _averages(memory, self) else held
+        held = _hold(w, memory, self, self.local_steps)
+        return _average(held, memory, self)[0] if _averages(memory, self) else held
 
 
 def facts(settings: Settings) -> MethodFacts:
@@ -91,7 +91,7 @@ def facts(settings: Settings) -> MethodFacts:
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     steps, rate = round_steps(task, settings.local_steps), settings.learning_rate
-    held = _held(task.vectors["w"], memory, settings, steps)
+    held = _hold(task.vectors["w"], memory, settings, steps)
     # Two sums of the same steps: at b = 0 both are fedavg's, bit for bit.
     sent, own = task.vectors["w"].clone(), held.clone()
     for batch in oracle.batches(steps, "gradient"):
@@ -102,7 +102,7 @@ def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Loca
     if settings.proximal_noise:
         numbers[_NOISE] = oracle.noise_variance
     if _averages(memory, settings):
-        kept[_AVERAGE], numbers[_COUNT] = _averaged(held, memory, settings)
+        kept[_AVERAGE], numbers[_COUNT] = _average(held, memory, settings)
     return Local({"w": sent}, memory=State(kept, numbers))
 
 
@@ -111,7 +111,7 @@ def _averages(memory: State, settings: Settings) -> bool:
     return settings.average_decay > 0 and "w" in memory.vectors
 
 
-def _averaged(held: Tensor, memory: State, settings: Settings) -> tuple[Tensor, int]:
+def _average(held: Tensor, memory: State, settings: Settings) -> tuple[Tensor, int]:
     """Return the average of the own models up to `held`, and their number.
 
     As wrappers.optimizers averages the server's models.
@@ -121,7 +121,7 @@ def _averaged(held: Tensor, memory: State, settings: Settings) -> tuple[Tensor, 
     return before.lerp(held, (1 - beta) / (1 - beta**count)), count
 
 
-def _held(mean: Tensor, memory: State, settings: Settings, steps: int) -> Tensor:
+def _hold(mean: Tensor, memory: State, settings: Settings, steps: int) -> Tensor:
     """Return w̄ + b_i (w_i - w̄), after `steps` steps; w̄ before a site's first round."""
     own = memory.vectors.get("w")
     if own is None:

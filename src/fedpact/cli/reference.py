@@ -89,12 +89,12 @@ def algorithm_names() -> list[str]:
 
 def tables() -> list[KeyTable]:
     """Return the tables of a plan; the first is the top level."""
-    return _stored()["plan"]
+    return _read_stored()["plan"]
 
 
 def everything() -> list[KeyTable]:
     """Return all tables of a plan, then those of a deployment's files."""
-    return [*tables(), *(table for file in FILES for table in _stored()[file])]
+    return [*tables(), *(table for file in FILES for table in _read_stored()[file])]
 
 
 def algorithm(name: str) -> Described:
@@ -108,7 +108,7 @@ def algorithm(name: str) -> Described:
     if name not in known:
         expected = f"expected one of {', '.join(known)}{nearest(name, known) or with_colon(name)}"
         raise PlanError(f"algorithm is {name!r}: {expected}")
-    return _stored()["algorithms"].get(name) or _describe(name)
+    return _read_stored()["algorithms"].get(name) or _describe(name)
 
 
 def find(name: str) -> list[KeyTable]:
@@ -119,7 +119,7 @@ def find(name: str) -> list[KeyTable]:
     Raises PlanError: there is none.
     """
     if name in FILES:
-        return _stored()[name]
+        return _read_stored()[name]
     name = OTHER_NAMES.get(name, name)
     known = tables()
     if found := [table for table in known if f"{table.name}.".startswith(f"{name}.")]:
@@ -196,7 +196,7 @@ def _unknown(raw: dict[str, Any]) -> Iterator[str]:
 
 
 @cache
-def _stored() -> dict[str, Any]:
+def _read_stored() -> dict[str, Any]:
     written = json.loads(WRITTEN.read_text(encoding="utf-8"))
     algorithms = {
         name: Described(**one | {"settings": _table(one["settings"])})

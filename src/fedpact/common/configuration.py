@@ -262,7 +262,7 @@ def plan_error(
     misplaced keys. tables: classes of tables that the fields of `whole`, or `model`, do not name.
     """
     entries = [entry for entry in error.errors() if not _is_other_branch(entry)]
-    everywhere = list(_dotted(whole or model, () if whole else prefix, tables or {}))
+    everywhere = list(_dotted_keys(whole or model, () if whole else prefix, tables or {}))
     of = dict[str, list[Any]]()
     for entry in entries or error.errors():
         of.setdefault(_key(entry, prefix), []).append(entry)
@@ -283,7 +283,7 @@ def _fitting(entries: Sequence[Any]) -> Sequence[Any]:
     return found if fits else entries
 
 
-def _dotted(
+def _dotted_keys(
     model: "type[BaseModel]", place: tuple[str, ...], tables: "Mapping[str, type[BaseModel]]"
 ) -> Iterable[str]:
     """Yield every dotted key of a model under a prefix."""
@@ -293,7 +293,7 @@ def _dotted(
         inner = tables.get(key) or model.model_fields[key].annotation
         yield ".".join((*place, key))
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _dotted(inner, (*place, key), {})
+            yield from _dotted_keys(inner, (*place, key), {})
 
 
 def check_kinds(

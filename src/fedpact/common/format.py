@@ -18,7 +18,7 @@ def upper(value: float, digits: int = 4) -> str:
     >>> upper(1.99951), upper(2.0), upper(1e-5), upper(1 / 6000, digits=3)
     ('2', '2', '1e-05', '0.000167')
     """
-    return _rounded(value, digits, ROUND_CEILING)
+    return _round(value, digits, ROUND_CEILING)
 
 
 def span(least: str, most: str) -> str:
@@ -36,10 +36,10 @@ def lower(value: float, digits: int = 4) -> str:
     >>> lower(0.23149), lower(2.0)
     ('0.2314', '2')
     """
-    return _rounded(value, digits, ROUND_FLOOR)
+    return _round(value, digits, ROUND_FLOOR)
 
 
-def _rounded(value: float, digits: int, rounding: str) -> str:
+def _round(value: float, digits: int, rounding: str) -> str:
     if math.isnan(value):
         return "not recorded"
     if math.isinf(value):
@@ -67,7 +67,7 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e15 else f"{value:.{digits}g}"
 
 
-def counted(count: float, noun: str) -> str:
+def count_noun(count: float, noun: str) -> str:
     """Return a number with its noun in the singular or plural.
 
     >>> counted(1, "ledger"), counted(2500, "ledger"), counted(2, "entry")

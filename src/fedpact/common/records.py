@@ -107,12 +107,12 @@ class RoundRecord:
         known = {name: raw.pop(name) for name in names & raw.keys()}
         scored = ("accuracy", "loss")
         if known["scores"] or any(known.get(name) is not None for name in scored):
-            known |= {name: _filled(known.get(name), math.nan) for name in scored}
-            raw = _filled(raw, math.nan)
+            known |= {name: _fill(known.get(name), math.nan) for name in scored}
+            raw = _fill(raw, math.nan)
         for name in known.keys() & {"numbers", "average", "evaluation", "held_out", "scores"}:
-            known[name] = _filled(known[name], math.nan)
+            known[name] = _fill(known[name], math.nan)
         for name in known.keys() & {"epsilon", "epsilon_alone"}:
-            known[name] = _filled(known[name], math.inf)  # a missing ε bounds nothing
+            known[name] = _fill(known[name], math.inf)  # a missing ε bounds nothing
         known["scores"] = {name: SiteScore(**score) for name, score in known["scores"].items()}
         return RoundRecord(metrics={name: float(value) for name, value in raw.items()}, **known)
 
@@ -128,11 +128,11 @@ def strict(value: Any) -> Any:
     return value
 
 
-def _filled(value: Any, missing: float) -> Any:
+def _fill(value: Any, missing: float) -> Any:
     """Return a JSON value with this number instead of null."""
     if isinstance(value, dict):
         entries = cast(dict[str, Any], value).items()
-        return {key: _filled(entry, missing) for key, entry in entries}
+        return {key: _fill(entry, missing) for key, entry in entries}
     if isinstance(value, list):
-        return [_filled(entry, missing) for entry in cast(list[Any], value)]
+        return [_fill(entry, missing) for entry in cast(list[Any], value)]
     return missing if value is None else value

@@ -58,7 +58,7 @@ JoinedText = Annotated[str, AfterValidator(_in_a_line)]
 """A text of any length, not empty, of which lines are joined to one."""
 
 
-def _written(day: object) -> object:
+def _write_day(day: object) -> object:
     """TOML has days of its own; as a text they are the same everywhere."""
     return day.isoformat() if type(day) is datetime.date else day
 
@@ -75,7 +75,7 @@ class About(BaseModel):
     """Which version of the data set, whose name is the plan's data, or a site's data_set."""
     curators: list[OneLine] = Field(default_factory=list[str])
     """Who publishes it."""
-    published: Annotated[str, BeforeValidator(_written)] = ""
+    published: Annotated[str, BeforeValidator(_write_day)] = ""
     """YYYY-MM-DD."""
     authors: list[OneLine] = Field(default_factory=list[str])
     """Who writes the card."""

@@ -289,7 +289,7 @@ def name_object(thing: Any) -> Any:
         return thing
     title = getattr(thing, "__name__", type(thing).__name__)
     place = f"{getattr(thing, '__module__', None)}:{title}"
-    if _found_at(place) is thing:
+    if _find(place) is thing:
         return place
     name = name_handed_in(title, digest_of_code(thing))
     _kept[name] = thing
@@ -372,7 +372,7 @@ def own_function(name: str, what: str, known: Sequence[str], form: str) -> Calla
     return found
 
 
-def _found_at(place: str) -> Any:
+def _find(place: str) -> Any:
     """Return the object that another process would import by this name, or None."""
     package, _, attribute = place.partition(":")
     # Another process does not import this __main__, and an interpreter's code has no file.

@@ -76,7 +76,7 @@ def advise(
         # Without names, such as pixels in a row: a declaration applies to all columns.
         wide = [("", form, max(far for *_, far in wide))]
     if wide:
-        _logger.warning(_told_of_wide(origin, wide, tell))
+        _logger.warning(_warn_of_wide(origin, wide, tell))
     if len(shape) == 1 and len(columns) <= _TABLE:
         known = {name for name, *_ in wide}
         _warn_of_little(origin, [each for each in columns if each[0] not in known], tell)
@@ -89,7 +89,7 @@ def _coarsely(far: float) -> str:
     return f"up to {10.0 ** math.ceil(math.log10(far)):.0e}" if math.isfinite(far) else "inf"
 
 
-def _told_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], tell: _Tell) -> str:
+def _warn_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], tell: _Tell) -> str:
     """Return the warning for columns (name, declaration, largest magnitude); name "" for all."""
     # Declared values are public.
     told = [(name, tell(far) if _extent(own) is None else f"{far:g}") for name, own, far in wide]
@@ -164,7 +164,7 @@ def _beside(own: ValueRange, x: Tensor | None) -> float:
 
 
 def _warn_of_short(origin: str, x: Tensor, tell: _Tell) -> None:
-    longest = _found(torch.linalg.vector_norm(x.flatten(1), dim=1))
+    longest = _largest_magnitude(torch.linalg.vector_norm(x.flatten(1), dim=1))
     if 0 < longest < _SHORT:
         _logger.warning(
             f"{origin}: all numbers stay near 0: no record is longer than {tell(longest)}"
@@ -177,7 +177,7 @@ def _warn_of_short(origin: str, x: Tensor, tell: _Tell) -> None:
         )
 
 
-def _found(x: Tensor) -> float:
+def _largest_magnitude(x: Tensor) -> float:
     good = x[x.isfinite()]
     return float(good.abs().max()) if good.numel() else 0.0
 
@@ -215,7 +215,7 @@ def _extent(own: ValueRange) -> float | None:
 
 def _furthest(own: ValueRange, x: Tensor | None) -> float:
     declared = _extent(own)
-    return declared if declared is not None else 0.0 if x is None else _found(x)
+    return declared if declared is not None else 0.0 if x is None else _largest_magnitude(x)
 
 
 def _lines(name: str, own: ValueRange) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import counted, percent, toml, toml_key
+from fedpact.common.format import count_noun, percent, toml, toml_key
 from fedpact.data.cells import check_printable
 from fedpact.data.schema import RecordForm
 
@@ -168,14 +168,14 @@ class RecordFilter:
     def _tell(self, faults: _Faults, values: bool, count: int) -> str:
         told, reasons = list[str](), _by_reason(faults)
         for column, why, rows in reasons[:_REASONS]:
-            named = [f"{row + self.first}" + _quoted(rows[row]) * values for row in sorted(rows)]
+            named = [f"{row + self.first}" + _quote(rows[row]) * values for row in sorted(rows)]
             few = ", ".join(named[:_SHOWN])
             which = f"row{'s' if len(rows) > 1 else ''} {few}"
             if len(rows) > _SHOWN:
                 which = f"{len(rows)} rows ({few}, ...)"
             told.append(f"{which}: {f'column {column}' if column else 'the line'} {why}")
         if len(reasons) > _REASONS:
-            told.append(f"and {counted(len(reasons) - _REASONS, 'other reason')}")
+            told.append(f"and {count_noun(len(reasons) - _REASONS, 'other reason')}")
         if values and count > _MANY * self.count:
             return "".join(f"\n  {one}" for one in told) + "\n"
         return f" {'; '.join(told)}; "
@@ -189,7 +189,7 @@ def _by_reason(faults: _Faults) -> list[tuple[str, str, dict[int, Any]]]:
     return [(column, why, rows) for (column, why), rows in ordered]
 
 
-def _quoted(value: Any) -> str:
+def _quote(value: Any) -> str:
     if value is None:
         return ""
     whole = repr(value.item() if isinstance(value, np.generic) else value)

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import counted, number, percent, toml, toml_key
+from fedpact.common.format import count_noun, number, percent, toml, toml_key
 from fedpact.data.cells import (
     NOT_UTF_8,
     Cells,
@@ -83,11 +83,11 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     lines += ['# label = "..."   # the column to predict'] * (label is None)
     task = [] if label is None else _task(columns[label])
     for role in ("site", "person"):
-        lines += _unnamed(role, table.cells[named[role]]) if role in named else []
+        lines += _remark_on_unnamed(role, table.cells[named[role]]) if role in named else []
     lines += [*task, "", "[records]"]
     if broken:
         rows = _rows(sorted(broken))
-        lines.append(f"# found: {counted(len(broken), 'line')} that cannot be read ({rows})")
+        lines.append(f"# found: {count_noun(len(broken), 'line')} that cannot be read ({rows})")
     if NOT_UTF_8 in broken.values():
         command = conversion(path, "read_csv", encoding="cp1252")
         lines.append(f"# found: lines that are not UTF-8 text. To convert the file: {command}")
@@ -143,13 +143,13 @@ def _classes(cells: ColumnCells) -> list[str]:
 def _spelt_missing(cells: ColumnCells, names: str) -> list[str]:
     """Return remarks on words that count as missing unless they are among the declared names."""
     return [
-        f"# found: {word!r} in {counted(count, 'row')}, which counts as missing: if it is a "
+        f"# found: {word!r} in {count_noun(count, 'row')}, which counts as missing: if it is a "
         f"value of its own, add it to the {names}"
         for word, count in cells.spelt_missing.most_common()
     ]
 
 
-def _unnamed(role: str, cells: Cells) -> list[str]:
+def _remark_on_unnamed(role: str, cells: Cells) -> list[str]:
     """Return a remark on rows that are left out, as they name no site or person."""
     sieve = RecordFilter("", len(cells))
     if role == "site":
@@ -157,7 +157,7 @@ def _unnamed(role: str, cells: Cells) -> list[str]:
     else:
         persons_of(cells, sieve)
     out = np.flatnonzero(~sieve.good).tolist()
-    told = f"{counted(len(out), 'row')} without a {role} ({_rows(out)}): they are left out"
+    told = f"{count_noun(len(out), 'row')} without a {role} ({_rows(out)}): they are left out"
     return [f"# found: {told}"] * bool(out)
 
 
@@ -183,7 +183,7 @@ def _column(one: ColumnSummary, cells: ColumnCells) -> list[str]:
     lines = [f"# found: {_span(finite)}{missing}"]
     if odd := cells.words:
         form = describe_form(Counter(odd.values())) or "these rows are left out"
-        told = counted(len(odd), "cell")
+        told = count_noun(len(odd), "cell")
         lines.append(f"# found: {told} without a number ({_rows([*odd])}): {form}")
     if 2 < len(values) <= _CODES and (values == np.rint(values)).all():
         codes = toml(values.tolist())
@@ -214,7 +214,7 @@ def _ranges(values: np.ndarray, *keys: str) -> list[str]:
     if not keys:
         lines = [f"# range = [{', '.join(ends)}]   # what such a value can be"]
         beyond = int(((values < float(ends[0])) | (values > float(ends[1]))).sum())
-        what = f"sets {counted(beyond, 'value')} beyond it to the nearer end"
+        what = f"sets {count_noun(beyond, 'value')} beyond it to the nearer end"
         lines += [f"# clamp = true   # {what}"] if beyond else []
     return [*lines, '# scale = "range"   # maps the range to -1..1']
 

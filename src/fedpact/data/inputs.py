@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torch.utils.data import Dataset as Items
 
 from fedpact.common.errors import DataError
-from fedpact.common.format import counted, list_some
+from fedpact.common.format import count_noun, list_some
 from fedpact.common.params import TOKENS
 from fedpact.data.cells import (
     SUFFIXES,
@@ -342,11 +342,11 @@ def check_together(data: Any) -> None:
         return
     each = "data.items()" if named else "enumerate(data)"
     raise DataError(
-        f"data is a {type(data).__name__} of {counted(len(parts), 'part')}: expected the records "
-        "of all sites as one table, with a column that says whose each record is. Write data = "
-        f"pandas.concat([pandas.DataFrame(one).assign(site=name) for name, one in {each}]) and "
-        'site = "site", of files with pandas.read_csv(one); of arrays fedpact.from_arrays(x, y, '
-        "site=...), with the site of each record; if each dict is one record, data = "
+        f"data is a {type(data).__name__} of {count_noun(len(parts), 'part')}: expected the "
+        "records of all sites as one table, with a column that says whose each record is. Write "
+        f"data = pandas.concat([pandas.DataFrame(one).assign(site=name) for name, one in {each}]) "
+        'and site = "site", of files with pandas.read_csv(one); of arrays fedpact.from_arrays(x, '
+        "y, site=...), with the site of each record; if each dict is one record, data = "
         "pandas.DataFrame(data)"
     )
 

@@ -155,7 +155,7 @@ def site_names(sites: int) -> list[str]:
     return [f"site-{i:0{width}}" for i in range(sites)]
 
 
-def _known(kind: str) -> str:
+def _check_kind(kind: str) -> str:
     kind = _USUAL_NAMES.get(kind, kind)
     if kind not in PARTITION_KINDS:
         raise ValueError(
@@ -172,7 +172,7 @@ class PartitionSettings(BaseModel):
     """
 
     model_config = FROZEN
-    kind: Annotated[str, AfterValidator(_known)] = "iid"
+    kind: Annotated[str, AfterValidator(_check_kind)] = "iid"
     """iid, dirichlet, natural (the data set's own sites), or another one (`fedpact settings
     partition`). In full: dirichlet (each label by Dirichlet(beta) proportions); inner_dirichlet
     (equal sizes, each site's labels by Dirichlet(beta) proportions); quantity_skew (sizes by

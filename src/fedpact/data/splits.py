@@ -273,7 +273,7 @@ def hold_out(
         out[rng.permutation(len(part))[: min(round(share * len(part)), len(part) - 1)]] = True
         return out
     whose = [person[int(i)] for i in part]
-    drawn = {name: _drawn(seed, use, name) for name in set(whose)}
+    drawn = {name: _draw(seed, use, name) for name in set(whose)}
     return np.array([drawn[name] < share for name in whose], bool)
 
 
@@ -298,12 +298,12 @@ def limit_records_per_person(persons: Tensor, most: int, seed: int) -> Tensor:
     good = torch.ones(len(persons), dtype=torch.bool)
     for own in places.values():
         if len(own) > most:
-            order = sorted(range(len(own)), key=lambda k: _drawn(seed, "kept", str(k)))
+            order = sorted(range(len(own)), key=lambda k: _draw(seed, "kept", str(k)))
             good[[own[k] for k in order[most:]]] = False
     return good
 
 
-def _drawn(seed: int, *key: str) -> float:
+def _draw(seed: int, *key: str) -> float:
     """Return a number in [0, 1) that follows from the key."""
     digest = hashlib.shake_256(json.dumps((seed, *key)).encode()).digest(8)
     return int.from_bytes(digest, "little") / 2.0**64

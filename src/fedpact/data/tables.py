@@ -141,7 +141,7 @@ def _of_array(table: Table, x: np.ndarray, form: RecordForm) -> np.ndarray:
         if x.dtype.kind == "U":
             blank &= np.vectorize(is_blank, [bool])(x)
         numbers = numbers.copy()
-        for part, own in _declared(form, table.names):
+        for part, own in _declared_parts(form, table.names):
             if (fill := own.number(own.fill)) is not None:
                 numbers[part][blank[part]] = fill
     return numbers
@@ -158,7 +158,7 @@ def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> Non
         )
 
 
-def _declared(form: RecordForm, features: Sequence[str]) -> Iterator[tuple[Any, ValueRange]]:
+def _declared_parts(form: RecordForm, features: Sequence[str]) -> Iterator[tuple[Any, ValueRange]]:
     """Yield the parts of records [n, ...] that one declaration is about, each with it."""
     if not form.columns:
         yield ..., form
@@ -180,7 +180,7 @@ def _convert_numbers(table: Table, given: np.ndarray, form: RecordForm, values: 
             x = np.array(np.asarray(given, np.float64) if wide else given, np.float32)
     if form.vocabulary is not None:
         table.mark((x < 0) | (x >= form.vocabulary), f"is not one of {form.vocabulary} words")
-    for part, own in _declared(form, table.names):
+    for part, own in _declared_parts(form, table.names):
         _keep_range(table, x, part, own)
     table.mark(~np.isfinite(x), "is not a finite number")
     return x

@@ -204,7 +204,7 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
         given = list(given) if given.dtype.kind in "fiu" else cast(list[Any], given.tolist())
     written = [cells.strip_invisible(text_of(value)) for value in given]
     for row, (name, value) in enumerate(zip(written, given, strict=True)):
-        if why := _rounded(name, value):
+        if why := _round(name, value):
             why += ", which may stand for several persons; give such names as text"
             sieve.leave_out(row, column, why, value)
         elif _names_nobody(name):
@@ -219,7 +219,7 @@ def _names_nobody(name: str) -> bool:
     return failed or letters in _NOBODY
 
 
-def _rounded(name: str, value: Any) -> str:
+def _round(name: str, value: Any) -> str:
     if isinstance(value, float | np.floating | np.integer):
         # numpy and pandas turn a column of whole numbers into floats if one of them is missing. A
         # number that this would round names no person in a complete column either.

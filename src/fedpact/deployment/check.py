@@ -106,7 +106,7 @@ def check_site(directory: Path) -> SiteCheck:
         rounds=plan.rounds,
         steps=plan.method.steps(),
     )
-    with _noted(found):
+    with _note(found):
         terms = files.terms
         found.problems += [
             f"{place} is not writable by this account, and a site keeps its ledger and progress "
@@ -114,12 +114,12 @@ def check_site(directory: Path) -> SiteCheck:
             for place in dict.fromkeys((directory, files.ledger.parent, files.ledger))
             if place.exists() and not os.access(place, os.W_OK | os.X_OK * place.is_dir())
         ]
-        with _noted(found):
+        with _note(found):
             check_site_keys(directory, federation, settings.name)
-        with _noted(found):
+        with _note(found):
             _check_past(files)
         found.approvals = read_approvals(directory).missing
-        with _noted(found):
+        with _note(found):
             _count_cost(found, files, terms)
         readable = _look_at_columns(found, path, files)
         if readable is not None:
@@ -130,7 +130,7 @@ def check_site(directory: Path) -> SiteCheck:
 
 
 @contextmanager
-def _noted(found: SiteCheck) -> Generator[None]:
+def _note(found: SiteCheck) -> Generator[None]:
     try:
         yield
     except FedpactError as error:
@@ -226,7 +226,7 @@ def _look_at_table(found: SiteCheck, columns: Mapping[str, Cells], files: SiteFi
     found.missing, found.renamed = difference.missing, dict(difference.renamed)
     if of.features:
         found.unexpected = difference.unexpected
-        with _noted(found):
+        with _note(found):
             declared_columns(f"data file {found.file}", columns, wanted, settings.columns)
     sources |= {name: FileColumn(column=other) for name, other in difference.renamed.items()}
     declared = {name: of.records.of(name) for name in of.features}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedpact.common.configuration import DEFAULTS_KEY, plan_error
 from fedpact.common.errors import PlanError
-from fedpact.common.format import counted
+from fedpact.common.format import count_noun
 from fedpact.data.features.extract import FeatureStage
 from fedpact.data.schema import RecordForm
 from fedpact.data.tokens import is_tokens
@@ -149,7 +149,7 @@ class Federation(BaseModel):
         for name in ("least_replies", "start_sites"):
             least = getattr(self.patience, name) or 0
             if least > len(self.sites):
-                many = counted(len(self.sites), "site")
+                many = count_noun(len(self.sites), "site")
                 raise ValueError(f"patience.{name} = {least}: there are {many}")
         return self
 

@@ -71,11 +71,11 @@ def render_federation(of: Federation) -> str:
     )
     return f"""\
 # The agreement of all parties; public, and the same at every party.
-{_explained(of, "groups")}
+{_explain(of, "groups")}
 [patience]
-{_explained(of.patience)}
+{_explain(of.patience)}
 [checks]
-{_explained(of.checks)}
+{_explain(of.checks)}
 # What a record may hold: a public declaration, not computed from records. low and high (with
 # clamp = true, values beyond them are set to them); vocabulary = 50 for words 0, ..., 49; or a
 # table [records.columns.NAME] with range = [low, high], or categories. A site leaves out records
@@ -85,7 +85,7 @@ def render_federation(of: Federation) -> str:
 {"".join(members)}"""
 
 
-def _explained(table: BaseModel, *left_out: str) -> str:
+def _explain(table: BaseModel, *left_out: str) -> str:
     """Return the keys of a table, each below its meaning; one without a value is a comment."""
     found = ""
     for key, about in type(table).model_fields.items():
@@ -170,7 +170,7 @@ def policy(
 # {ADJACENCY_BY_UNIT[terms.protects]}.
 # Other outputs leave the site only if a person releases them: receipts of the ledger, the exact
 # figures of check, status and personalise, and personal models.
-{_explained(allowed, "honest", "epsilon_alone_per_run", "epsilon_alone_ever")}{shared}"""
+{_explain(allowed, "honest", "epsilon_alone_per_run", "epsilon_alone_ever")}{shared}"""
 
 
 # A site computes the same values itself; its processor may change the last digits.

@@ -62,7 +62,7 @@ class FinalModel:
         FlatModel(module).load(self.own_model(task.vectors["w"], task.included))
         by = task.vectors.get(CONSTANTS)
         columns = None if by is None else name_columns(self.files.plan.records.released, by)
-        said = {"status": HANDED_OVER, "rounds": task.round, **self._spent(task.round)}
+        said = {"status": HANDED_OVER, "rounds": task.round, **self._cost(task.round)}
         self._write(module, columns, said)
 
     def bring(self, source: Path | None) -> Path:
@@ -77,7 +77,7 @@ class FinalModel:
         flat, rounds = FlatModel(module), _rounds_beside(path)
         w = read_model(path, module, flat)
         flat.load(self.own_model(w, of.last_round(rounds or of.plan.rounds)))
-        said = {"status": BROUGHT, "rounds": rounds, **self._spent(rounds)}
+        said = {"status": BROUGHT, "rounds": rounds, **self._cost(rounds)}
         names = of.plan.records.released
         columns = read_scales(path.with_name(COLUMNS), names) if names else None
         self._write(module, columns, said)
@@ -92,7 +92,7 @@ class FinalModel:
         own = self.files.plan.method.own_model(w, memory)
         return w if own is None else own
 
-    def _spent(self, rounds: int | None) -> dict[str, dict[str, float]]:
+    def _cost(self, rounds: int | None) -> dict[str, dict[str, float]]:
         """Return the run's cost from this site's ledger; empty if that has no such run."""
         try:
             runs = (read_receipt(self.files.ledger) or {"runs": {}})["runs"]
@@ -212,12 +212,12 @@ def read_model(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:
     found = {name: value.shape for name, value in tensors.items()}
     if found != expected:
         raise DataError(
-            f"{path} has {_shown(found)}, but the plan's model has {_shown(expected)}: give the "
-            "final model of this run"
+            f"{path} has {_format_shapes(found)}, but the plan's model has "
+            f"{_format_shapes(expected)}: give the final model of this run"
         )
     module.load_state_dict(tensors)
     return flat.vector.clone()
 
 
-def _shown(shapes: Mapping[str, Sequence[int]]) -> str:
+def _format_shapes(shapes: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"

@@ -147,7 +147,7 @@ def write_client_certificate(path: Path, key: ec.EllipticCurvePrivateKey) -> Non
     It proves only possession of the party's key, so it does not expire.
     """
     own = ec.generate_private_key(ec.SECP256R1())
-    issuer = _named_by(key.public_key())
+    issuer = _name_by_key(key.public_key())
     found = _certificate(_name("fedpact"), issuer, own.public_key(), _ALWAYS, ca=False)
     write_whole(path, found.sign(key, hashes.SHA256()).public_bytes(_PEM), _private(own))
 
@@ -159,12 +159,12 @@ def render_anchors(parties: Iterable[ec.EllipticCurvePublicKey]) -> bytes:
     not verified (RFC 5280, 6.1), so a throwaway key signs them.
     """
     throwaway = ec.generate_private_key(ec.SECP256R1())
-    names = ((_named_by(key), key) for key in parties)
+    names = ((_name_by_key(key), key) for key in parties)
     found = (_certificate(name, name, key, _ALWAYS, ca=True) for name, key in names)
     return b"".join(one.sign(throwaway, hashes.SHA256()).public_bytes(_PEM) for one in found)
 
 
-def _named_by(key: ec.EllipticCurvePublicKey) -> x509.Name:
+def _name_by_key(key: ec.EllipticCurvePublicKey) -> x509.Name:
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     digest = hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form))
     return _name(digest.hexdigest())

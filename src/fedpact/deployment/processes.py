@@ -24,7 +24,7 @@ from fedpact.common.messages import RoundRecord
 from fedpact.deployment.flower import program
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
-from fedpact.privacy.accounting.apart import apart
+from fedpact.privacy.accounting.apart import in_a_child
 from fedpact.simulation.machine import require_flower
 
 OnRound = Callable[[RoundRecord], None]
@@ -51,8 +51,8 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
 
     program.share_memory_pools()
     program.release_code()
-    with _file_errors(directory), _ended_by_signals(), _held(directory), apart():
-        with apart():  # its child ends before this process grows
+    with _file_errors(directory), _end_by_signals(), _hold(directory), in_a_child():
+        with in_a_child():  # its child ends before this process grows
             coordinator = Coordinator.of(directory)
             coordinator.price()
         keys.check_server_keys(directory, coordinator.federation)
@@ -100,13 +100,13 @@ def run_site(directory: Path) -> None:
     from fedpact.deployment.flower import site_process
 
     program.release_code()
-    with _file_errors(directory), _held(directory), apart(), Site(directory) as site:
+    with _file_errors(directory), _hold(directory), in_a_child(), Site(directory) as site:
         program.release_code()
         keys.check_site_keys(directory, site.federation, site.name)
         keys.write_site_connection(_home(directory).parent)
         _prepare(site.federation.seeds == "test")
         tell = _Teller()
-        with _ended_by_signals():
+        with _end_by_signals():
             if site.settings.socket is not None:
                 site_process.listen(site, directory, directory / site.settings.socket)
             while True:
@@ -124,7 +124,7 @@ def run_site(directory: Path) -> None:
 
 
 @contextmanager
-def _held(directory: Path) -> Generator[None]:
+def _hold(directory: Path) -> Generator[None]:
     """Hold a party's directory for its process. Raises InputError: another one does."""
     end = time.monotonic() + _LOOK_SECONDS
     while True:
@@ -230,7 +230,7 @@ def _ends_with(runs: Callable[[], bool], directory: Path) -> Generator[None]:
 
 
 @contextmanager
-def _ended_by_signals() -> Generator[None]:
+def _end_by_signals() -> Generator[None]:
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 

@@ -229,7 +229,7 @@ class Coordinator:
         hand_over(self.folder, of.run, at, plain)
         # After an early end what counts is the summary's ε, the reserved one if releases ended it.
         early = may_end_early(self.plan, done["rounds"])
-        shown = done if early else {**done, "epsilon": evaluator.priced()}
+        shown = done if early else {**done, "epsilon": evaluator.price()}
         _log.info("%s", describe_ending(of.run, self.plan, shown, self.folder.path))
         return done
 
@@ -270,7 +270,7 @@ class Coordinator:
         return said | {"epsilon_by_round": _EPSILON}
 
     def price(self) -> None:
-        """Compute every ε of the run, which takes memory that is needed later: see `apart`."""
+        """Compute every ε of the run, which takes memory that is needed later: see `in_a_child`."""
         site_terms(self.plan, self.terms)
         with_epsilon(RoundRecord(round=0), self.terms, {name: {} for name in self.terms})
 
@@ -333,9 +333,9 @@ class _Evaluator:
 
     def count_epsilon(self, record: RoundRecord) -> RoundRecord:
         """Return a record with the ε of all that was counted."""
-        return with_epsilon(record, self._terms, self._spent())
+        return with_epsilon(record, self._terms, self._histories())
 
-    def _spent(self) -> dict[str, History]:
+    def _histories(self) -> dict[str, History]:
         # Each new attempt is charged like a round; τ is fixed if attempts are possible.
         extra, found = Attempts(self._attempts).extra, dict[str, History]()
         for name, terms in self._terms.items():
@@ -345,9 +345,9 @@ class _Evaluator:
             found[name] = terms.history(steps, openings, 1 + extra)
         return found
 
-    def priced(self) -> dict[str, float]:
+    def price(self) -> dict[str, float]:
         """Return each site's ε as ledgers price it; that of a round is a quicker, higher bound."""
-        spent = self._spent()
+        spent = self._histories()
         return {name: of.guarantee.after(spent[name]).epsilon for name, of in self._terms.items()}
 
     def _score(self, w: Tensor, x: Tensor, y: Tensor) -> SiteScore:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedpact.common.errors import InputError, LedgerError, PolicyRefused
 from fedpact.common.files import parse_errors, write_whole
-from fedpact.common.format import counted, toml, upper
+from fedpact.common.format import count_noun, toml, upper
 from fedpact.common.run_settings import About, OneLine
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.site_records import SiteFiles, SiteSettings
@@ -162,12 +162,12 @@ def describe(site: Path) -> str:
     return "\n".join(
         [
             f"Site {files.name} will take part in run {federation.run}: {plan.algorithm}, at "
-            f"most {counted(plan.rounds, 'round')}, with "
-            f"{counted(len(federation.sites), 'site')} in all.",
+            f"most {count_noun(plan.rounds, 'round')}, with "
+            f"{count_noun(len(federation.sites), 'site')} in all.",
             f"Purpose: {plan.about.purpose or 'not stated (about.purpose of the plan)'}",
             "",
             "What leaves it:",
-            *(f"- {line}" for line in _released(plan, terms)),
+            *(f"- {line}" for line in _list_released(plan, terms)),
             "",
             "What that costs:",
             *(f"- {line}" for line in _costs(plan, terms, policy)),
@@ -181,7 +181,7 @@ def describe(site: Path) -> str:
     )
 
 
-def _released(plan: Plan, terms: Terms) -> list[str]:
+def _list_released(plan: Plan, terms: Terms) -> list[str]:
     meanings = {
         "gradient": "noisy sums of the model's clipped gradients",
         "difference": "the noisy change of the model",

@@ -317,17 +317,17 @@ class Site:
             self.take_part()
             return to_bytes(self._masker.answer(question, self._to_be_masked))
         if question.algorithm == FINAL:
-            return self._taken_over(question)
+            return self._take_over(question)
         if question.algorithm == READY:
             return self._without_release(question)
         if self._masker is not None and question.algorithm != EVALUATION:
             return self._refusal(question, "policy")
-        return self._trained(question)
+        return self._train(question)
 
     def _to_be_masked(self, task: Task) -> Reply | Refusal:
         if task.algorithm == EVALUATION:
             return Refusal(task.run, task.round, self.name, "policy")
-        return cast(Reply | Refusal, from_bytes(self._trained(task)))
+        return cast(Reply | Refusal, from_bytes(self._train(task)))
 
     def _objection(self, question: Task | Step, seen: tuple[int, str]) -> str:
         """Return the code with which any such request is refused; "" if it is not."""
@@ -351,7 +351,7 @@ class Site:
         about = task.run, task.round, self.name, self._terms.size
         return to_bytes(Reply(*about, {}, {}, self.ledger.head, self.ledger.length))
 
-    def _taken_over(self, task: Task) -> bytes:
+    def _take_over(self, task: Task) -> bytes:
         """Store the run's final model and its exact evaluation for the owner; charge nothing."""
         try:
             self._checks.check(task)
@@ -363,7 +363,7 @@ class Site:
         _log.info("%s", self.ending)
         return self._without_release(task)
 
-    def _trained(self, task: Task) -> bytes:
+    def _train(self, task: Task) -> bytes:
         if task.run != self.run:
             return self._refusal(task, "run")
         try:
@@ -385,7 +385,7 @@ class Site:
         before, files = self.ledger.length, (self._store, self._witness.path, self.ledger.path)
         try:
             with room(task, *files):
-                return self._charged(task)
+                return self._charge(task)
         except Exception as error:  # any error: the charge has no reply
             if self.ledger.length > before:
                 self.stopped = (
@@ -396,7 +396,7 @@ class Site:
             self._client.reload_memory()
             raise
 
-    def _charged(self, task: Task) -> bytes:
+    def _charge(self, task: Task) -> bytes:
         """Return the answer after storing it together with the algorithm's memory."""
         with self._store.transaction():
             answer = self._client.handle(task, self._bench)

@@ -262,7 +262,7 @@ def find_examiner_key(directory: Path, ledger: Path, run: str) -> bytes | None:
         found = path.read_bytes()
         if len(found) == _KEY_BYTES:
             return found
-    elif not (ledger.exists() and run in _evaluated(ledger)):
+    elif not (ledger.exists() and run in _evaluated_runs(ledger)):
         return None
     raise LedgerError(
         f"{path} is missing or damaged, but {ledger} has reserved evaluations of run {run}: "
@@ -271,5 +271,5 @@ def find_examiner_key(directory: Path, ledger: Path, run: str) -> bytes | None:
     )
 
 
-def _evaluated(ledger: Path) -> set[str]:
+def _evaluated_runs(ledger: Path) -> set[str]:
     return {str(entry["beside"]) for entry in read_entries(ledger) if entry.get("beside")}

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import read_json_table
-from fedpact.common.format import against_majority_class, counted
+from fedpact.common.format import against_majority_class, count_noun
 from fedpact.common.messages import REASONS, RoundRecord
 from fedpact.common.run_folder import WAITS, folder_of_run
 from fedpact.deployment.federation import Federation
@@ -61,7 +61,7 @@ def take_snapshot(directory: Path) -> Document:
     if (directory / "site.toml").exists():
         return _site(directory)
     party, folder = find_run(directory)
-    return _run(party, folder, is_held(party) or is_held(folder), _changed(folder))
+    return _run(party, folder, is_held(party) or is_held(folder), _file_stamps(folder))
 
 
 def find_run(directory: Path) -> tuple[Path, Path]:
@@ -85,7 +85,7 @@ def find_released(run: RunSummary) -> Document | None:
     return run.released or released_so_far(run.records, run.privacy.get("evaluation"))
 
 
-def _changed(folder: Path) -> tuple[tuple[int, int], ...]:
+def _file_stamps(folder: Path) -> tuple[tuple[int, int], ...]:
     names = ("privacy.json", "rounds.jsonl", "summary.json", WAITS, HANDED_OVER)
     found = [(folder / name).stat() for name in names if (folder / name).exists()]
     return tuple((each.st_mtime_ns, each.st_size) for each in found)
@@ -141,7 +141,7 @@ def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
         "bytes_up": run.bytes_up,
         "sockets": run.sockets,
         "curves": _curves(run, released),
-        "compared": _compared(run, released),
+        "compared": _compare(run, released),
         "sites": sites,
         "to_do": list(_to_do(run, party, folder, missing, ended=ended, held=held)),
     }
@@ -201,7 +201,7 @@ def _curves(run: RunSummary, released: Document | None) -> list[Document]:
     return found
 
 
-def _compared(run: RunSummary, released: Document | None) -> list[str]:
+def _compare(run: RunSummary, released: Document | None) -> list[str]:
     """Return what the last accuracy is to be held against, in words, each with its round."""
     if released is not None:
         return describe_released(released)
@@ -250,12 +250,12 @@ def _site(directory: Path) -> Document:
     ended = read_ending(directory, federation.run) is not None
     running, begun = is_held(directory), "running" if progress.answers else "no answer yet"
     to_do = [
-        f"It refused {counted(n, 'task')} ({c}): it {REASONS.get(c, 'logs the reason')}."
+        f"It refused {count_noun(n, 'task')} ({c}): it {REASONS.get(c, 'logs the reason')}."
         for c, n in progress.refusals.items()
     ]
     if missing := read_approvals(directory).missing:
         to_do.append(
-            f"It waits for {counted(missing, 'more approval')}: read what it will release with "
+            f"It waits for {count_noun(missing, 'more approval')}: read what it will release with "
             f"`fedpact deploy approve {directory}`, then sign with --by NAME."
         )
     if not (running or ended):
@@ -313,7 +313,7 @@ _METRICS: Final = {
 
 def text(of: Mapping[str, Any]) -> str:
     """Return a snapshot in Prometheus' text format."""
-    groups, lines = list(_labelled(of)), list[str]()
+    groups, lines = list(_label(of)), list[str]()
     for name, (kind, key, told) in _METRICS.items():
         found = [(labels, values[key]) for labels, values in groups if values.get(key) is not None]
         if key == "refusals":
@@ -325,7 +325,7 @@ def text(of: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _labelled(of: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], Mapping[str, Any]]]:
+def _label(of: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], Mapping[str, Any]]]:
     """Yield labels and values: of the run, then of each site or ledger."""
     run = {"run": of["run"]}
     if of["kind"] == "site":

@@ -281,7 +281,7 @@ _MOST_OF_PIXELS: Final = 20
 _FORM: Final = "metric(outputs [n, ...], labels [n, ...]) -> a number"
 
 
-def _labelled(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _with_label(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return classes' scores [n, K] and labels [n]; pixels and tokens with a label are records.
 
     Several labels [n, K], and their scores, are returned as they are.
@@ -318,7 +318,7 @@ def area(outputs: Tensor, y: Tensor) -> float:
 
     By ranks (Mann and Whitney) of the log-odds, which do not saturate; equal ones count half.
     """
-    outputs, y = _labelled(outputs, y)
+    outputs, y = _with_label(outputs, y)
     if outputs.isnan().any() or (outputs == math.inf).any():
         return math.nan
     there = _one_hot(y, outputs.shape[1])
@@ -343,7 +343,7 @@ def f1(outputs: Tensor, y: Tensor) -> float:
 
     NaN if a score is NaN.
     """
-    outputs, y = _labelled(outputs, y)
+    outputs, y = _with_label(outputs, y)
     if outputs.isnan().any():
         return math.nan
     classes = outputs.shape[1]
@@ -363,7 +363,7 @@ def calibration_error(outputs: Tensor, y: Tensor) -> float:
         p, there = outputs.double().sigmoid().flatten(), y.flatten()
         confidence, right = torch.maximum(p, 1 - p), (p > 0.5) == (there > 0.5)
     else:
-        outputs, y = _labelled(outputs, y)
+        outputs, y = _with_label(outputs, y)
         confidence, said = outputs.double().softmax(-1).max(-1)
         right = said == y
     if confidence.isnan().any() or not len(confidence):

@@ -196,7 +196,7 @@ def choose_lambda(
         if places < _ENOUGH:
             wanted.append(part)
             places += len(part)
-    right, losses = _answered(model, x, y, anchor, wanted)
+    right, losses = _answer(model, x, y, anchor, wanted)
     sums = [float(each.sum()) for each in losses]
     best = min(range(len(WEIGHTS)), key=lambda i: (not sums[i] < float("inf"), sums[i]))
     found = torch.cat(wanted) if wanted else torch.arange(0)
@@ -218,7 +218,7 @@ def _persons(whose: Tensor) -> int:
     return int(whose.max()) + 1 if len(whose) else 0
 
 
-def _answered(
+def _answer(
     model: FlatModel, x: Tensor, y: Tensor, anchor: Tensor, parts: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return for each λ the `answers` on all folds, each by models trained without it."""

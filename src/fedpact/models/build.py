@@ -17,7 +17,7 @@ from fedpact.common.params import keeping_modes
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
 from fedpact.models.hugging_face import NamedInputs, is_span, with_named_inputs
-from fedpact.models.prepare import find_obstacles, told_together
+from fedpact.models.prepare import find_obstacles, join_obstacles
 from fedpact.models.watched_pass import find_in_pass, with_lines
 
 _FORM = "factory(shape, classes) -> nn.Module, or factory()"
@@ -75,7 +75,7 @@ def build(
         if found:
             raise ModelError(
                 f"model {name!r} cannot be trained"
-                + told_together([*found, *find_in_pass(module, example)])
+                + join_obstacles([*found, *find_in_pass(module, example)])
             )
         # From the same seed, as lazy layers draw their weights only here.
         two = torch.zeros(2, *shape, dtype=example.dtype)

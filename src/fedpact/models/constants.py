@@ -138,7 +138,7 @@ def _is_known(x: Tensor) -> bool:
         return False
     # At place 0 all sines are alike, and all cosines, which spares making the others.
     begins = x.is_floating_point() and len(x[0].unique()) <= 2
-    return _is(x, _tables(x)) or (begins and _is(x, _changed(x, _sines(*x.shape))))
+    return _is(x, _tables(x)) or (begins and _is(x, _variants(x, _sines(*x.shape))))
 
 
 _FLOATS: Final = (torch.float32, torch.float64)
@@ -188,7 +188,7 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
             bases = {*_BASES, *(float(f"{base:.1e}") for base in own if 10 < base < 1e12)}
             yield from _frequencies(n, bases)
             for base in bases if n >= _LINE else ():
-                yield from _slowed(n, base)
+                yield from _slow(n, base)
         # Slopes of ALiBi (Press 2022).
         yield 2.0 ** (-8.0 * (places + 1) / n)
         yield from (torch.tensor(m) * scale for m in _IMAGENET + _CLIP for scale in (1, 255))
@@ -215,12 +215,14 @@ def _ranges(x: Tensor) -> Iterator[Tensor]:
     for straighten, bend in _SCALES if x.is_floating_point() else _SCALES[:1]:
         y = straighten(x.double())
         first, last, step = (float(v) for v in (y[0], y[-1], (y[-1] - y[0]) / (n - 1)))
-        for start, d in itertools.product(_rounded(first, n), _FLOATS):
-            yield from (bend(torch.linspace(start, v, n, dtype=d)) for v in _rounded(last, n))
-            yield from (bend(start + places.to(d) * v) for v in _rounded(step, n))
+        for start, d in itertools.product(_rounded_numbers(first, n), _FLOATS):
+            yield from (
+                bend(torch.linspace(start, v, n, dtype=d)) for v in _rounded_numbers(last, n)
+            )
+            yield from (bend(start + places.to(d) * v) for v in _rounded_numbers(step, n))
 
 
-def _rounded(number: float, n: int) -> set[float]:
+def _rounded_numbers(number: float, n: int) -> set[float]:
     """The near numbers of two digits, logarithms of such, and parts of n or π of two digits."""
     if not 1e-5 < abs(number) < 100:
         # Any last digits of almost 0 would be round.
@@ -243,7 +245,7 @@ def _frequencies(n: int, bases: Iterable[float]) -> Iterator[Tensor]:
             yield torch.exp(torch.arange(n, dtype=d) * -(math.log(base) / max(n - 1, 1)))
 
 
-def _slowed(n: int, base: float) -> Iterator[Tensor]:
+def _slow(n: int, base: float) -> Iterator[Tensor]:
     """Frequencies [n] of which the lower ones are divided: Llama 3's, YaRN's, and all of them."""
     power = base ** (torch.arange(0, 2 * n, 2).float() / (2 * n))
     fast = 1.0 / power
@@ -314,7 +316,7 @@ def _log_windows(n: int, m: int) -> Tensor:
     return table.sign() * torch.log2(table.abs() + 1.0) / math.log2(8)
 
 
-def _changed(x: Tensor, tables: Iterator[Tensor]) -> Iterator[Tensor]:
+def _variants(x: Tensor, tables: Iterator[Tensor]) -> Iterator[Tensor]:
     """Tables, and the same with a padding token's row of zeros, as x has, and of a given spread."""
     blank = [start for start in _STARTS if start < len(x) and not x[start].any()]
     for table in tables:

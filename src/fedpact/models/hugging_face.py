@@ -143,11 +143,11 @@ def with_named_inputs(module: nn.Module, record: Tensor, kind: str = "class") ->
     if of_library or (several and {*TOKENS[:2]} <= {*names}):
         _configure(module)
         return NamedInputs(module, names, by_place=by_place)
-    more, writes = _tried(module, record)
+    more, writes = _try(module, record)
     return NamedInputs(module, (), by_place=by_place, copied=writes) if more or writes else module
 
 
-def _tried(module: nn.Module, record: Tensor) -> tuple[bool, bool]:
+def _try(module: nn.Module, record: Tensor) -> tuple[bool, bool]:
     """Return whether it returns more than a tensor, and whether it writes to its input.
 
     Two made-up records are passed in evaluation and in training mode.

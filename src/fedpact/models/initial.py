@@ -145,7 +145,7 @@ class InitialSettings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, raw: Any) -> Any:
+    def _read_name(cls, raw: Any) -> Any:
         raw = raw if isinstance(raw, Mapping | BaseModel) else {"weights": raw}
         if not isinstance(raw, Mapping) or "weights" not in raw:
             return raw
@@ -159,7 +159,7 @@ class InitialSettings(BaseModel):
         return {**raw, "weights": weights}
 
     @model_validator(mode="after")
-    def _settled(self) -> Self:
+    def _check(self) -> Self:
         if self.weights is None:
             if self.sha256 is not None:
                 raise ValueError("initial.sha256 without initial.weights: name the file")
@@ -170,18 +170,18 @@ class InitialSettings(BaseModel):
                 block = block_of(self.file(), _SETTING)
             except ModelError as error:
                 raise ValueError(str(error)) from None
-            self._found("sha256", hashlib.sha256(block).hexdigest())
-            private = _told_by(self.file(), self.sha256)[0]
+            self._set_found("sha256", hashlib.sha256(block).hexdigest())
+            private = _read_origin(self.file(), self.sha256)[0]
             if self.trained_on is None and private:
-                self._found("trained_on", private)
+                self._set_found("trained_on", private)
         said = self.trained_on or _ITSELF
         if _ITSELF not in said and _BESIDE not in said:
             # The user's words are added to the run's statement, and never replace it.
-            known = "".join(_told_by(self.file(), self.sha256)[:2])
-            self._found("trained_on", f"{known}{_BESIDE}{said}" if known else said)
+            known = "".join(_read_origin(self.file(), self.sha256)[:2])
+            self._set_found("trained_on", f"{known}{_BESIDE}{said}" if known else said)
         return self
 
-    def _found(self, name: str, value: str) -> None:
+    def _set_found(self, name: str, value: str) -> None:
         object.__setattr__(self, name, value)
         self.model_fields_set.add(name)
 
@@ -200,7 +200,7 @@ class InitialSettings(BaseModel):
         if self.weights is not None:
             return (
                 f"initial.weights = {self.weights!r} without initial.trained_on: {_RELEASED}; "
-                f"{_told_by(self.file(), self.sha256)[2]}"
+                f"{_read_origin(self.file(), self.sha256)[2]}"
                 'say what they were trained on (trained_on = "ImageNet-1k"), or name the '
                 "folder of a private run that has ended, which says it by itself"
             )
@@ -334,7 +334,7 @@ def _tensors(path: Path, found: object) -> dict[str, Tensor]:
     )
 
 
-def _told_by(file: Path, sha256: str | None) -> tuple[str, str, str]:
+def _read_origin(file: Path, sha256: str | None) -> tuple[str, str, str]:
     """Return what the run in a file's folder says of it: by a private run, by another, and why not.
 
     A run describes only files that it wrote and whose SHA-256 it recorded. Each is "" for nothing.

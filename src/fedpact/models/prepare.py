@@ -57,7 +57,7 @@ def prepare(
         raise InputError(f"batch_norm is {batch_norm!r}: expected 'group', or leave it out")
     model = copy.deepcopy(model)
     done = [said for act in _ACTS if (said := act(model))]
-    if batch_norm and (names := _named(model, lambda layer: isinstance(layer, BatchNorm))):
+    if batch_norm and (names := _list_names(model, lambda layer: isinstance(layer, BatchNorm))):
         model = replace_batchnorm(model)
         done.append(f"GroupNorm in place of BatchNorm: {list_some(names, _FEW)}")
     left = list(find_obstacles(model))
@@ -74,7 +74,7 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
             " model.set_experts_implementation('batched_mm')"
         )
     for holds, told in _OBSTACLES:
-        if names := _named(model, holds):
+        if names := _list_names(model, holds):
             yield told.format(list_some(names, _FEW))
     others = {
         str(p.dtype)
@@ -106,7 +106,7 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
         yield "no weight is trained: set requires_grad on at least one"
 
 
-def told_together(found: list[str]) -> str:
+def join_obstacles(found: list[str]) -> str:
     """Return obstacles as the part of an error after "cannot be trained"."""
     if len(found) == 1:
         return f": {found[0]}"
@@ -217,7 +217,7 @@ _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
 
 
 def _write_nothing_in_place(model: nn.Module) -> str:
-    names = _named(model, lambda layer: getattr(layer, "inplace", False) is True)
+    names = _list_names(model, lambda layer: getattr(layer, "inplace", False) is True)
     for name in names:
         cast(Any, model.get_submodule(name)).inplace = False
     return f"inplace = False: {list_some(names, _FEW)}" if names else ""
@@ -266,5 +266,5 @@ _ACTS: Final = (
 )
 
 
-def _named(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
+def _list_names(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
     return [name or type(model).__name__ for name, layer in model.named_modules() if holds(layer)]

@@ -54,7 +54,7 @@ def find_in_pass(module: nn.Module, record: Tensor) -> Iterator[str]:
     x = x.normal_(generator=draws) if x.is_floating_point() else x.random_(2, generator=draws) + 1
     found = dict[str, list[str]]()
     for marked in (False, True):
-        for what, line in _seen(module, x.clone(), marked=marked):
+        for what, line in _watch(module, x.clone(), marked=marked):
             lines = found.setdefault(what, [])
             if line not in lines:
                 lines.append(line)
@@ -76,7 +76,7 @@ def with_lines(error: ModelError, module: nn.Module, record: Tensor) -> ModelErr
     return ModelError(first + also)
 
 
-def _seen(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]]:
+def _watch(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]]:
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     held = {n: v.detach().clone().requires_grad_(v.requires_grad) for n, v in held.items()}
     if marked and x.is_floating_point():

@@ -345,11 +345,11 @@ def make_views(x: Tensor, settings: ViewSettings) -> list[Tensor]:
     >>> make_views(torch.tensor([[[1.0, 2.0]]]), ViewSettings(mirror=True))[1]
     tensor([[[2., 1.]]])
     """
-    found = [x, *_shifted(x, settings.shift)]
+    found = [x, *_shift(x, settings.shift)]
     return found + [view.flip(-1) for view in found] if settings.mirror else found
 
 
-def _shifted(x: Tensor, by: int) -> list[Tensor]:
+def _shift(x: Tensor, by: int) -> list[Tensor]:
     if not by:
         return []
     height, width = x.shape[-2:]

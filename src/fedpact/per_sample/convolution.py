@@ -92,7 +92,7 @@ class Geometry:
 
     def weight_rows_by_channel(self, x: Tensor, g: Tensor) -> Tensor:
         """The same, with patches laid out by channel."""
-        x = self.padded(x).contiguous()
+        x = self.pad_input(x).contiguous()
         n, channels = x.shape[:2]
         shape = (n, channels, *self.kernel, *g.shape[2:])
         columns = x.as_strided(
@@ -117,7 +117,7 @@ class Geometry:
 
     def patches(self, x: Tensor, positions: tuple[int, ...]) -> Tensor:
         """The patches of x [n, C, ...], as [n · groups, T, kernel · C / groups]."""
-        x = self.padded(x).movedim(1, -1).contiguous()
+        x = self.pad_input(x).movedim(1, -1).contiguous()
         each = x.shape[-1] // self.groups
         shape = (len(x), self.groups, *positions, *self.kernel, each)
         # Patches overlap: a strided view contains each number several times without copying.
@@ -125,7 +125,7 @@ class Geometry:
         columns = x.as_strided(shape, strides)
         return columns.reshape(len(x) * self.groups, math.prod(positions), -1)
 
-    def padded(self, x: Tensor) -> Tensor:
+    def pad_input(self, x: Tensor) -> Tensor:
         """The padded input."""
         sides = [p for p in reversed(self.pad) for _ in range(2)]
         return F.pad(x, sides) if any(sides) else x
@@ -178,7 +178,7 @@ class Convolved(Share):
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
-        return self.arranged(self.quick_rows(chunk, None)).flatten(1)
+        return self.arrange(self.quick_rows(chunk, None)).flatten(1)
 
     def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:
         """See Share."""
@@ -189,7 +189,7 @@ class Convolved(Share):
             return self._geometry.weight_rows_by_channel(x, g)
         return self._geometry.weight_rows(x, g, self._weight)
 
-    def arranged(self, total: Tensor) -> Tensor:
+    def arrange(self, total: Tensor) -> Tensor:
         """See Share."""
         if self._layout != "pixel":
             return total
@@ -263,7 +263,7 @@ class Pooled2d(Convolved):
 
     def _table(self, x: Tensor, columns: int) -> Tensor:
         """Every kernel row of the padded images, [n·height·columns, kernel width · C]."""
-        x = self._geometry.padded(x).permute(0, 2, 3, 1).contiguous()
+        x = self._geometry.pad_input(x).permute(0, 2, 3, 1).contiguous()
         n, height, width, channels = x.shape
         row = width * channels
         shape = (n, height, columns, self._geometry.kernel[1] * channels)

@@ -21,7 +21,7 @@ from fedpact.common.losses import Loss, cross_entropy
 from fedpact.common.params import FlatModel, from_numpy, on_cpu
 from fedpact.per_sample.clipping import Weights, coefficients, weights_of
 from fedpact.per_sample.layers import ScaledBias, sequence_of
-from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for, overhead
+from fedpact.per_sample.layout import Pass, Placement, lay_out, length_for, overhead
 from fedpact.per_sample.norms import (
     BLOCK,
     CHUNK_BYTES,
@@ -34,7 +34,7 @@ from fedpact.per_sample.norms import (
     square_sums,
 )
 from fedpact.per_sample.products import LARGE, linear
-from fedpact.per_sample.share import FAR, TOGETHER, balanced, unit_of
+from fedpact.per_sample.share import FAR, TOGETHER, balance, unit_of
 
 MOST: Final = 2**20
 """Of slots times the layers' outputs in one pass, which holds a few numbers for each."""
@@ -167,10 +167,10 @@ class Dense:
         total = torch.zeros_like(self._model.vector, dtype=torch.float64 if exact else self._dtype)
         # A bad record may overflow or divide by 0: it is found by its loss and norm afterwards.
         with np.errstate(all="ignore"):
-            for one in laid_out(x.flatten(1), y, length, layout):
+            for one in lay_out(x.flatten(1), y, length, layout):
                 found = self._measure(one.x, one.y)
                 c = self._coefficients(found, one, clip, weights, shares, gamma)
-                total += self._weighted(found, c.astype(found.losses.dtype), exact)
+                total += self._weighted_sum(found, c.astype(found.losses.dtype), exact)
         # Coefficients are in units of the clip, so that a small clip keeps its digits.
         total *= unit_of(clip)
         return total if exact else total.to(self._dtype)
@@ -250,7 +250,7 @@ class Dense:
         norms, w = from_numpy(found.norms), None
         if weights is not None:
             w = weights_of(weights, from_numpy(found.losses)).clamp_min(0)
-        share = None if shares is None else one.placed(shares)
+        share = None if shares is None else one.place(shares)
         c = coefficients(clip, norms, w, share, gamma).numpy()
         known = found.losses + found.norms if w is None else found.losses + found.norms + w.numpy()
         # A sum is finite only if its terms are.
@@ -260,19 +260,19 @@ class Dense:
             c = np.where(good, c, 0)
         return c if one.occupied is None else c * one.occupied.numpy()
 
-    def _weighted(self, found: _Found, c: Array, exact: bool) -> Tensor:
+    def _weighted_sum(self, found: _Found, c: Array, exact: bool) -> Tensor:
         """Return Σ_j c_j g_j [d]."""
         parts: dict[tuple[int, bool], Array] = {}
         for i, g in found.grads.items():
             read, input = found.read(i), self._input.get(i, 0.0)
             # A bias reads a constant of its layer's input.
-            each = _taken(c, g, found.lengths[i] + input**2)
+            each = _take(c, g, found.lengths[i] + input**2)
             scaled = g * each
             if input:
                 parts[i, True] = scaled.sum(1, dtype=np.float64 if exact else None) * input
             if found.lengths[i].max() > FAR:
                 # c g may have no digits where a layer reads long vectors.
-                rows = balanced(from_numpy(g).t(), read.t(), from_numpy(found.lengths[i]))
+                rows = balance(from_numpy(g).t(), read.t(), from_numpy(found.lengths[i]))
                 scaled, read = rows[0].t().numpy() * each, rows[1].t()
             parts[i, False] = _product(from_numpy(scaled), read, exact).numpy().reshape(-1)
         return from_numpy(np.concatenate([parts[i, input > 0] for i, input in self._order]))
@@ -297,7 +297,7 @@ def _lengths(x: Tensor) -> Array:
     return found
 
 
-def _taken(c: Array, g: Array, lengths: Array) -> Array:
+def _take(c: Array, g: Array, lengths: Array) -> Array:
     """c [P] of g [O, P] beside u of ‖u_j‖² [P], or less; see norms.most_of."""
     near = lengths < NEAR
     if not near.any():

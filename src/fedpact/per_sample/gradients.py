@@ -25,17 +25,17 @@ from torch import Tensor
 
 from fedpact.per_sample import norms
 from fedpact.per_sample.norms import (
-    chosen,
-    concatenated,
+    concatenate,
     exact,
-    flattened,
+    flatten_rows,
+    keep_good,
     rough_squares,
     slices,
     square_sums,
     wide,
 )
 from fedpact.per_sample.products import differ, products
-from fedpact.per_sample.share import TOGETHER, Mapped, Part, Share, Space, balanced, same
+from fedpact.per_sample.share import TOGETHER, Mapped, Part, Share, Space, balance, same
 
 FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
@@ -124,7 +124,7 @@ def _by_rows(share: Share, space: Space) -> Part:
             if chunk.stop - started > TOGETHER:
                 _into(share, total, view)
                 started = chunk.start
-            found = chosen(None if good is None else good[chunk], rows(chunk))
+            found = keep_good(None if good is None else good[chunk], rows(chunk))
             total.addmv_(found.to(c.dtype).t(), c[chunk])
         _into(share, total, view)
 
@@ -133,14 +133,14 @@ def _by_rows(share: Share, space: Space) -> Part:
 
 def _rough(rough: list[Tensor], rows: list[Tensor], add: Callable[..., None]) -> Part:
     """A Part of rows of which rough squares are known."""
-    found = concatenated(rough)
+    found = concatenate(rough)
     if rows and rows[0].dtype == torch.float64:
         return Part(exact(rough, rows), add)
     return Part(found, add, lambda: exact(rough, rows))
 
 
 def _into(share: Share, total: Tensor, view: Tensor) -> None:
-    found = share.arranged(total).reshape(view.shape)
+    found = share.arrange(total).reshape(view.shape)
     # Copied first where it lies across memory: adding then takes half the time.
     view.add_(found if found.stride() == view.stride() else torch.empty_like(view).copy_(found))
     total.zero_()
@@ -150,7 +150,7 @@ class Made(Share):
     """Gradients that are already computed, rows [B, size]."""
 
     def __init__(self, rows: Tensor) -> None:
-        self._rows = flattened(wide(rows))
+        self._rows = flatten_rows(wide(rows))
         super().__init__(len(self._rows), self._rows.shape[1], self._rows)
 
     def rows(self, chunk: slice) -> Tensor:
@@ -164,7 +164,7 @@ class Made(Share):
             return None
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            view.add_(torch.mv(chosen(good, rows).to(c.dtype).t(), c).view(view.shape))
+            view.add_(torch.mv(keep_good(good, rows).to(c.dtype).t(), c).view(view.shape))
 
         return _rough([rough_squares(rows)], [rows], add)
 
@@ -180,18 +180,18 @@ class Outer(Share):
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
-        return flattened(products(self.g[chunk].mT, self.u[chunk]))
+        return flatten_rows(products(self.g[chunk].mT, self.u[chunk]))
 
     def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:
         """See Share: as [K, O] where that makes the rows of the product longer, which is faster."""
         g, u = self.g[chunk], self.u[chunk]
         a, b = (u, g) if self._turned else (g, u)
         if differ(a.mT, b):
-            return flattened(products(a.mT, b))
+            return flatten_rows(products(a.mT, b))
         torch.bmm(a.mT, b, out=out.view(len(g), a.shape[2], b.shape[2]))
         return out
 
-    def arranged(self, total: Tensor) -> Tensor:
+    def arrange(self, total: Tensor) -> Tensor:
         """See Share."""
         if not self._turned:
             return total
@@ -221,9 +221,9 @@ class Outer(Share):
         squares = square_sums(g) * lengths
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            some_g, some_u, some_lengths = (chosen(good, v) for v in (g, u, lengths))
+            some_g, some_u, some_lengths = (keep_good(good, v) for v in (g, u, lengths))
             most = norms.most_of(some_g, some_lengths)
-            some_g, some_u = balanced(some_g, some_u, some_lengths)
+            some_g, some_u = balance(some_g, some_u, some_lengths)
             c = c if most is None else torch.minimum(c, most.to(c.dtype))
             for some in slices(len(c), TOGETHER):
                 scaled = some_g[some].to(c.dtype) * c[some, None]
@@ -245,10 +245,10 @@ class Outer(Share):
             squares = squares + table.squares()
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            read = chosen(good, u)
+            read = keep_good(good, u)
             # A few rows at a time: the system would clear a new large matrix first.
             for rows in norms.chunks(len(view), 8 * view[0].numel(), view, len(view)):
-                scaled = chosen(good, g[:, :, rows]) * c.double()[:, None, None]
+                scaled = keep_good(good, g[:, :, rows]) * c.double()[:, None, None]
                 total = g.new_zeros(view[rows].shape)
                 for some in slices(len(c), max(1, _TERMS // self.length)):
                     total.addmm_(scaled[some].flatten(0, 1).t(), read[some].flatten(0, 1))
@@ -332,7 +332,7 @@ class Lookup(Share):
         squares = square_sums(g)
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            some_g = chosen(good, g)
+            some_g = keep_good(good, g)
             for some in slices(len(c), TOGETHER):
                 scaled = some_g[some].to(c.dtype) * c[some, None, None]
                 at, rows = index[some].flatten(), scaled.flatten(0, 1)
@@ -354,7 +354,7 @@ class Lookup(Share):
         """Add Σ_j c_j g_j to a table's rows [n, E] from `first` on. Of distinct look-ups."""
         at = self._index.flatten() - first
         here = torch.logical_and(at >= 0, at < len(total))
-        scaled = (chosen(good, self._g).to(c.dtype) * c[:, None, None]).flatten(0, 1)
+        scaled = (keep_good(good, self._g).to(c.dtype) * c[:, None, None]).flatten(0, 1)
         rows = scaled.to(total.dtype) * here[:, None]
         total.index_add_(0, at.clamp(0, len(total) - 1), rows)
 

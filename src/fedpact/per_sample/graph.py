@@ -22,18 +22,18 @@ from fedpact.per_sample import norms, recurrent
 from fedpact.per_sample.gradients import Made, Outer, sum_of
 from fedpact.per_sample.layout import filling_cost, overhead
 from fedpact.per_sample.norms import wide
-from fedpact.per_sample.registers import LANES, filled_up, row_of, widths
+from fedpact.per_sample.registers import LANES, fill_up, row_of, widths
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
 from fedpact.per_sample.share import Mapped, Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
 from fedpact.per_sample.tracing.batch_table import State
-from fedpact.per_sample.tracing.keyed_draws import drawn
+from fedpact.per_sample.tracing.keyed_draws import draw_by_key
 from fedpact.per_sample.tracing.program import (
     Program,
     Reader,
     arguments,
     draws,
-    evaluated,
+    evaluate_nodes,
     operation,
     reader,
 )
@@ -73,7 +73,7 @@ class _Step:
     pools: bool
 
 
-def _tapped(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple[Any, Call]:
+def _tap(step: _Step, use: _Use, args: Any, kwargs: Any, batch: int) -> tuple[Any, Call]:
     """Run a step whose results' gradients are requested."""
     recurs = step.node.target in recurrent.RECURRENT
     if recurs:
@@ -115,9 +115,9 @@ class Graph:
         if self._states[program.result] != Where(0) or len(shape_of(program.result)) != 1:
             raise Mixed("the losses are not one a record")
         self._trained = program.trained
-        self._weights = self._weighted(program.nodes)
-        self._steps = self._compiled(program.nodes)
-        self._functions = self._needed()
+        self._weights = self._weight_nodes(program.nodes)
+        self._steps = self._compile(program.nodes)
+        self._functions = self._function_nodes()
         self.draws = program.draws
         self.cost = self._cost(model)
         self.multiple = self._multiple(s.node for s in self._steps if not self._fills(s))
@@ -188,7 +188,7 @@ class Graph:
             else:
                 args, kwargs = step.read(env)
                 if calls is not None and step.use is not None:
-                    env[node], calls[node] = _tapped(step, step.use, args, kwargs, len(x))
+                    env[node], calls[node] = _tap(step, step.use, args, kwargs, len(x))
                 elif calls is not None and step.pools:
                     # Its gradient and the indices of its maxima give all nonzero entries of the
                     # convolution's gradient.
@@ -201,7 +201,7 @@ class Graph:
         return cast(Tensor, env[self._program.result])
 
     def _shares(self, calls: list[tuple[_Use, Call]]) -> Shares:
-        values = self._computed()
+        values = self._compute_functions()
         found: Shares = {}
         left: dict[Node, list[Share]] = {}
         # A call is freed before the next one's shares are made.
@@ -210,20 +210,20 @@ class Graph:
             for place, share in _shares_of(call).items():
                 if place in use.sources:
                     # In the order of the uses, in which differences pair them.
-                    for name, one in self._passed_on(use.sources[place], share, values, left):
+                    for name, one in self._pass_on(use.sources[place], share, values, left):
                         found.setdefault(name, []).insert(0, one)
-        for node, one in _pulled(left, values, self._functions):
+        for node, one in _pull(left, values, self._functions):
             found.setdefault(self._trained[node.name], []).append(one)
         return found
 
-    def _computed(self) -> dict[Node, Any]:
+    def _compute_functions(self) -> dict[Node, Any]:
         """The values of functions of parameters, computed once more for their gradients."""
-        given = self._program.given_to(self._functions)
+        given = self._program.placeholders_of(self._functions)
         with torch.enable_grad():
             own = {at: given[at].clone().requires_grad_() for at in given if at in self._trained}
-            return evaluated(list(self._functions), given | own)
+            return evaluate_nodes(list(self._functions), given | own)
 
-    def _passed_on(
+    def _pass_on(
         self, node: Node, share: Share, values: dict[Node, Any], left: dict[Node, list[Share]]
     ) -> Iterator[tuple[str, Share]]:
         """The shares of the parameters from which a node is computed, from its own share.
@@ -241,9 +241,9 @@ class Graph:
             left.setdefault(node, []).insert(0, share)
             return
         for i, one in weighted.items():
-            yield from self._passed_on(one, found[i], values, left)
+            yield from self._pass_on(one, found[i], values, left)
 
-    def _needed(self) -> dict[Node, list[Node]]:
+    def _function_nodes(self) -> dict[Node, list[Node]]:
         """The nodes that compute functions of parameters, in order.
 
         Each with the placeholders of the trained parameters that it follows from.
@@ -260,7 +260,7 @@ class Graph:
                 found[node] = [node] if node.name in self._trained else [*dict.fromkeys(inputs)]
         return found
 
-    def _weighted(self, nodes: list[Node]) -> set[Node]:
+    def _weight_nodes(self, nodes: list[Node]) -> set[Node]:
         """Nodes that depend on trained parameters and on no record."""
         found: set[Node] = set()
         for node in nodes:
@@ -270,7 +270,7 @@ class Graph:
                 found.add(node)
         return found
 
-    def _compiled(self, nodes: list[Node]) -> list[_Step]:
+    def _compile(self, nodes: list[Node]) -> list[_Step]:
         steps: list[_Step] = []
         needed = {self._program.result}
         # Backwards: the first reader found is the last one in the order of execution.
@@ -287,7 +287,7 @@ class Graph:
             do = _done(node, self._states[node])
             row = row_of(node, self._states) if use is None else None
             if row is not None:
-                do = partial(filled_up, do, row, 1)
+                do = partial(fill_up, do, row, 1)
             steps.insert(0, _Step(node, do, reader(node), last, use, self._pools(node)))
         return steps
 
@@ -327,14 +327,14 @@ def _done(node: Node, state: State) -> Callable[..., Any]:
         return recurrent.run(node.target, args, record, **kwargs)
 
     # Its dropout works on steps in front of records, which is where its states have them.
-    return drawn(run, cast(tuple[Where, ...], state)[1]) if draws(node) else run
+    return draw_by_key(run, cast(tuple[Where, ...], state)[1]) if draws(node) else run
 
 
 def _shares_of(call: Call) -> dict[Place, Share]:
     if call.op in recurrent.RECURRENT:
 
         def apart(steps: Tensor) -> Tensor:
-            return call.positions(call.apart(steps, call.out[1]._replace(dim=0)))
+            return call.positions(call.per_record(steps, call.out[1]._replace(dim=0)))
 
         return {
             (2, i): Made(apart(g).sum(1)) if u is None else Outer(apart(g), apart(u))
@@ -392,7 +392,7 @@ def positional(node: Node) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _pulled(
+def _pull(
     left: dict[Node, list[Share]], values: dict[Node, Any], needed: dict[Node, list[Node]]
 ) -> Iterator[tuple[Node, Share]]:
     """Shares of parameters, by their placeholders, from those of functions of parameters.

@@ -30,7 +30,7 @@ from fedpact.common.params import (
     fewer_digits,
     model_name,
     on_cpu,
-    sent,
+    send,
 )
 from fedpact.per_sample.clipping import (
     Weights,
@@ -42,7 +42,7 @@ from fedpact.per_sample.clipping import (
 )
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.layers import by_pixel
-from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collected, is_invariant
+from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collect, is_invariant
 from fedpact.per_sample.norms import slices, wide
 from fedpact.per_sample.passes import Captures, Measured, Passes, one_each, trainable
 from fedpact.per_sample.share import unit_of
@@ -85,7 +85,7 @@ class PerSampleKernel:
     def draws(self, x: Tensor, y: Tensor) -> bool:
         """Whether passes over records of the form of x, y [B, ...] draw random numbers."""
         with all_digits(self.model.vector):
-            return self._passes.draws(*_recorded(x, y))
+            return self._passes.draws(*_for_autograd(x, y))
 
     def losses(self, x: Tensor, y: Tensor, layout: Placement | None = None) -> Tensor:
         """The per-sample losses [B] at the model's weights, without gradient."""
@@ -106,10 +106,10 @@ class PerSampleKernel:
         if len(x) == 0:
             return self.model.vector.new_zeros(0)
         with all_digits(self.model.vector), torch.no_grad():
-            x, y = _recorded(x, y)
-            layout = layout or self._checked_layout(x, y, public=True)
+            x, y = _for_autograd(x, y)
+            layout = layout or self._choose_layout(x, y, public=True)
             parts = [of(one.x, one.y) for one in self._passes.over(x, y, layout)]
-            return collected(parts, len(x), layout)
+            return collect(parts, len(x), layout)
 
     def clipped_sum(
         self,
@@ -140,8 +140,8 @@ class PerSampleKernel:
         check_clip("clip", clip)
         with all_digits(self.model.vector):
             self._mixers.check()
-            x, y = _recorded(x, y)
-            layout = layout or self._checked_layout(x, y)
+            x, y = _for_autograd(x, y)
+            layout = layout or self._choose_layout(x, y)
             if (dense := self._passes.at_once(x, y)) is not None:
                 exact = most is not None
                 total = dense.sum(x, y, clip, weights, shares, layout, exact=exact, gamma=gamma)
@@ -175,11 +175,11 @@ class PerSampleKernel:
         """
         check_clip("bound", bound)
         # The model's own vector changes while the other point is loaded.
-        w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
+        w, anchor = (_copy_apart(v, self.model.vector) for v in (w, anchor))
         with all_digits(self.model.vector):
             self._mixers.check()
-            x, y = _recorded(x, y)
-            layout = self._checked_layout(x, y, layout, differences=True)
+            x, y = _for_autograd(x, y)
+            layout = self._choose_layout(x, y, layout, differences=True)
             measure, points = self._passes.differences, (w, anchor)
             total = self._sum(measure, x, y, bound, None, most, shares, layout, points)
             self.model.load(w)
@@ -188,7 +188,7 @@ class PerSampleKernel:
     def scattered_length(self, x: Tensor, y: Tensor, expected: float) -> int:
         """Return P for scattered batches of `expected` records of the form of x, y [n, ...]."""
         with all_digits(self.model.vector):
-            return self._passes.length(*_recorded(x, y), expected, scattered=True)
+            return self._passes.length(*_for_autograd(x, y), expected, scattered=True)
 
     def invariant(self, x: Tensor, y: Tensor, expected: float = EXPECTED) -> bool:
         """Whether a record's numbers have the same bits in every slot of a pass, on this machine.
@@ -198,7 +198,7 @@ class PerSampleKernel:
         next to other records, zeros or infinities.
         """
         with all_digits(self.model.vector), torch.no_grad():
-            x, y = _recorded(x, y)
+            x, y = _for_autograd(x, y)
             return self._invariant(x, y, self._passes.length(x, y, expected))
 
     def _invariant(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> bool:
@@ -236,7 +236,7 @@ class PerSampleKernel:
         try:
             self.model.precision = "float32"  # the comparison needs all digits
             with all_digits(self.model.vector):
-                check_separation(self, *_recorded(x, y))
+                check_separation(self, *_for_autograd(x, y))
         finally:
             self.model.precision = precision
 
@@ -244,7 +244,7 @@ class PerSampleKernel:
         """Σ_j min(w_j, C/‖g_j‖) g_j [d] over x, y [B, ...] for weights w [B], in one pass."""
         dense = self._passes.at_once(x, y)
         if dense is None:
-            return self._sum(self._passes.gradients, x, y, clip, lambda _, one: one.placed(w))
+            return self._sum(self._passes.gradients, x, y, clip, lambda _, one: one.place(w))
         # Weights follow from losses, so they are those given where all records share a pass.
         layout = Placement(length=-(-len(y) // 8) * 8)
         padded = nn.functional.pad(w, (0, layout.length - len(w)))
@@ -256,9 +256,9 @@ class PerSampleKernel:
         See passes.
         """
         with all_digits(self.model.vector):
-            return self._passes.way(*_recorded(x, y))
+            return self._passes.way(*_for_autograd(x, y))
 
-    def _checked_layout(
+    def _choose_layout(
         self,
         x: Tensor,
         y: Tensor,
@@ -284,10 +284,10 @@ class PerSampleKernel:
         if key not in self._layouts:
             expected, of = EXPECTED if public else len(x), self._passes.length
             length = length or of(x, y, expected, traced=traced, exact=not public)
-            self._layouts[key] = self._tried(x, y, length, traced=traced)
+            self._layouts[key] = self._try(x, y, length, traced=traced)
         return self._layouts[key]
 
-    def _tried(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> Placement:
+    def _try(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> Placement:
         """Return compact passes of this length if the check of invariance passes, else of one."""
         generator = torch.Generator().manual_seed(0)
         shape = (8, *x.shape[1:])
@@ -341,7 +341,7 @@ class PerSampleKernel:
             for one in self._passes.over(x, y, layout, length):
                 found = measure(one.x, one.y, *points)
                 w = None if weigh is None else weigh(found, one).clamp_min(0)
-                share = None if shares is None else one.placed(sent(shares, x.device))
+                share = None if shares is None else one.place(send(shares, x.device))
                 c = coefficients(clip, found.norms, w, share, gamma)
                 c, good = mask_slots(c, found.losses, found.norms, w, one.occupied)
                 found.add(c.to(total.dtype), good, total)
@@ -394,7 +394,9 @@ class PlainKernel:
         if len(x) == 0:
             return torch.zeros_like(self.model.vector)
         parts = (
-            self._summed(x[r], y[r], weights, r.start, None if shares is None else shares[r])[1]
+            self._sum_gradients(
+                x[r], y[r], weights, r.start, None if shares is None else shares[r]
+            )[1]
             for r in slices(len(x), self._length)
         )
         return reduce(Tensor.add_, parts)
@@ -403,7 +405,7 @@ class PlainKernel:
         self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor, shares: Tensor | None = None
     ) -> Tensor:
         """Σ_j s_j (∇ℓ_j(w) - ∇ℓ_j(anchor)) [d] for w, anchor [d]; the model is left at w."""
-        w, anchor = (_apart(v, self.model.vector) for v in (w, anchor))
+        w, anchor = (_copy_apart(v, self.model.vector) for v in (w, anchor))
         self.model.load(anchor)
         before = self.weighted_sum(x, y, shares=shares)
         self.model.load(w)
@@ -418,13 +420,13 @@ class PlainKernel:
         loss, gradient = 0.0, w.new_zeros(len(w))
         for rows in slices(len(x), self._length):
             # A copy, as in every batch: a model may write over its input.
-            losses, one = self._summed(x[rows].clone(), y[rows], None, rows.start)
+            losses, one = self._sum_gradients(x[rows].clone(), y[rows], None, rows.start)
             loss += float(losses.double().sum())
             gradient += one
         count = max(len(y), 1)
         return loss / count, gradient / count
 
-    def _summed(
+    def _sum_gradients(
         self,
         x: Tensor,
         y: Tensor,
@@ -437,7 +439,7 @@ class PlainKernel:
         with _requiring_grad(self._trainable) as parameters:
             losses = self._each(x.detach(), y, place)
             w = weights_of(weights, losses.detach()).clamp_min(0)
-            w = w if shares is None else w * sent(shares, w.device).to(w.dtype)
+            w = w if shares is None else w * send(shares, w.device).to(w.dtype)
             return losses.detach(), _gradient((w * losses).sum(), parameters)
 
     def _each(self, x: Tensor, y: Tensor, place: int = 0) -> Tensor:
@@ -491,11 +493,11 @@ def _gradient(output: Tensor, parameters: list[nn.Parameter]) -> Tensor:
     return torch.cat([(t.to_dense() if t.is_sparse else t).reshape(-1) for t in found])
 
 
-def _apart(v: Tensor, vector: Tensor) -> Tensor:
+def _copy_apart(v: Tensor, vector: Tensor) -> Tensor:
     same = v.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
     return v.clone() if same else v
 
 
-def _recorded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _for_autograd(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return records that autograd accepts: it refuses tensors made in inference mode."""
     return x.clone() if x.is_inference() else x.detach(), y.clone() if y.is_inference() else y

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpact.common.params import sent
+from fedpact.common.params import send
 from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS
 
 EXPECTED = 64.0
@@ -80,15 +80,15 @@ class Pass:
     places: Tensor | None
     slots: int
 
-    def placed(self, values: Tensor) -> Tensor:
+    def place(self, values: Tensor) -> Tensor:
         """Return values [B], one for each record of the batch, as [P]; 0 for empty slots."""
         if self.places is not None:
-            return _scattered(values, self.places, self.slots)[self.rows]
+            return _scatter(values, self.places, self.slots)[self.rows]
         some = values[self.rows]
         return torch.nn.functional.pad(some, (0, len(self.y) - len(some)))
 
 
-def laid_out(
+def lay_out(
     x: Tensor, y: Tensor, length: int, layout: Placement, blank: Tensor | None = None
 ) -> Iterator[Pass]:
     """Yield the passes of so many slots over records x, y [B, ...]; none without any slot.
@@ -96,12 +96,12 @@ def laid_out(
     blank: what an empty slot holds [...], the same in every pass; None: zeros.
     """
     if layout.places is not None:
-        places, slots = sent(layout.places, x.device), layout.slots
-        occupied = _scattered(torch.ones_like(places, dtype=torch.bool), places, slots)
-        x, y = _scattered(x, places, slots, blank), _scattered(y, places, slots)
+        places, slots = send(layout.places, x.device), layout.slots
+        occupied = _scatter(torch.ones_like(places, dtype=torch.bool), places, slots)
+        x, y = _scatter(x, places, slots, blank), _scatter(y, places, slots)
         for i in range(0, slots, length):
             rows = slice(i, i + length)
-            some = aligned(x[rows]), aligned(y[rows])
+            some = align(x[rows]), align(y[rows])
             yield Pass(*some, occupied[rows], rows, places, slots)
         return
     batch = y.shape[0]  # in a quarter of the time of len
@@ -110,33 +110,33 @@ def laid_out(
         count, occupied = rows.stop - i, None
         if count < length:
             occupied = torch.arange(length, device=x.device) < count
-        some = _filled(x[rows], length, blank), _filled(y[rows], length)
+        some = _fill(x[rows], length, blank), _fill(y[rows], length)
         yield Pass(*some, occupied, rows, None, 0)
 
 
-def collected(parts: list[Tensor], batch: int, layout: Placement) -> Tensor:
+def collect(parts: list[Tensor], batch: int, layout: Placement) -> Tensor:
     """Return numbers [P] of each pass as those of the batch's records [B]."""
     values = torch.cat(parts)
-    return values[:batch] if layout.places is None else values[sent(layout.places, values.device)]
+    return values[:batch] if layout.places is None else values[send(layout.places, values.device)]
 
 
-def aligned(rows: Tensor) -> Tensor:
+def align(rows: Tensor) -> Tensor:
     """Return rows [n, ...] with the memory layout and alignment of a new tensor."""
     if rows.is_contiguous() and rows.data_ptr() % 64 == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def _filled(rows: Tensor, length: int, blank: Tensor | None = None) -> Tensor:
+def _fill(rows: Tensor, length: int, blank: Tensor | None = None) -> Tensor:
     count = rows.shape[0]
     if count == length:
-        return aligned(rows)
+        return align(rows)
     found = _empty(rows, length, blank)
     found[:count] = rows
     return found
 
 
-def _scattered(values: Tensor, places: Tensor, slots: int, blank: Tensor | None = None) -> Tensor:
+def _scatter(values: Tensor, places: Tensor, slots: int, blank: Tensor | None = None) -> Tensor:
     return _empty(values, slots, blank).index_copy_(0, places, values)
 
 

@@ -55,7 +55,7 @@ def square_sums(rows: Tensor) -> Tensor:
 
 def rough_squares(rows: Tensor) -> Tensor:
     """The same in the rows' own type, unless on a GPU: too small where squares are lost to it."""
-    flat = rows if rows.dim() == 2 else flattened(rows)
+    flat = rows if rows.dim() == 2 else flatten_rows(rows)
     if not on_cpu(flat):
         # Float64 costs a reduction there little, and nobody may ask whether it was needed.
         return _norms(flat, dim=1, dtype=torch.float64).square_()
@@ -71,7 +71,7 @@ def rough_squares(rows: Tensor) -> Tensor:
 def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     """What square_sums finds of pieces of rows, one after another, from their rough squares."""
     # All pieces are looked at in one comparison: the ordinary batch has no row that is so short.
-    found = concatenated(rough).double()
+    found = concatenate(rough).double()
     if pieces and pieces[0].dtype == torch.float64:
         return found.clamp_min(LEAST)
     if not on_cpu(found) or not (found < SMALL).any():
@@ -80,12 +80,12 @@ def exact(rough: list[Tensor], pieces: list[Tensor]) -> Tensor:
     for rows in pieces:
         part = found[start : start + len(rows)]
         small = part < SMALL
-        part[small] = _norms(flattened(rows)[small], dim=1, dtype=torch.float64).square_()
+        part[small] = _norms(flatten_rows(rows)[small], dim=1, dtype=torch.float64).square_()
         start += len(rows)
     return found
 
 
-def concatenated(tensors: list[Tensor]) -> Tensor:
+def concatenate(tensors: list[Tensor]) -> Tensor:
     """torch.cat without the copy that it makes of a single tensor."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
@@ -95,7 +95,7 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
-def flattened(rows: Tensor) -> Tensor:
+def flatten_rows(rows: Tensor) -> Tensor:
     """Rows [n, ...] as [n, m]; unlike reshape(n, -1) also where n or m is 0."""
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
@@ -112,7 +112,7 @@ def most_of(g: Tensor, lengths: Tensor) -> Tensor | None:
     return torch.where(near, LARGEST / square_sums(g).sqrt(), torch.inf)
 
 
-def chosen(good: Tensor | None, rows: Tensor) -> Tensor:
+def keep_good(good: Tensor | None, rows: Tensor) -> Tensor:
     """Return rows [n, ...] with zeros for those that are not good [n]; None: all are."""
     if good is None:
         return rows

@@ -33,7 +33,7 @@ from fedpact.per_sample.dense import Dense
 from fedpact.per_sample.gradients import difference, part, together
 from fedpact.per_sample.graph import Graph, Shares
 from fedpact.per_sample.layers import gains_by_pixel
-from fedpact.per_sample.layout import Pass, Placement, laid_out, length_for
+from fedpact.per_sample.layout import Pass, Placement, lay_out, length_for
 from fedpact.per_sample.norms import LONGEST
 from fedpact.per_sample.per_record import Alone
 from fedpact.per_sample.share import Space
@@ -97,18 +97,18 @@ class Passes:
         """Which way records of the form of x, y take: "dense", "graph" or "records"."""
         if self.at_once(x, y) is not None:
             return "dense"
-        return "graph" if isinstance(self._traced(x, y), Graph) else "records"
+        return "graph" if isinstance(self._trace_for(x, y), Graph) else "records"
 
     def draws(self, x: Tensor, y: Tensor) -> bool:
         """Whether passes over records of the form of x, y draw random numbers."""
-        return self.at_once(x, y) is None and self._traced(x, y).draws
+        return self.at_once(x, y) is None and self._trace_for(x, y).draws
 
     def multiple(self, x: Tensor, y: Tensor) -> int:
         """Return a number of slots of which multiples leave no rest of registers, of traced passes.
 
         Other code may compute a rest, and so some slots; memory may not allow such a multiple.
         """
-        return self._traced(x, y).multiple
+        return self._trace_for(x, y).multiple
 
     def length(
         self, x: Tensor, y: Tensor, expected: float, *, traced: bool = False, **how: bool
@@ -119,7 +119,7 @@ class Passes:
         """
         if not traced and (dense := self.at_once(x, y)) is not None:
             return dense.length(expected, **how)
-        way = self._traced(x, y)
+        way = self._trace_for(x, y)
         if isinstance(way, Alone):
             return way.length(expected, **how)
         if not on_cpu(x):
@@ -154,7 +154,7 @@ class Passes:
     def over(self, x: Tensor, y: Tensor, layout: Placement, length: int = 0) -> Iterator[Pass]:
         """Return the passes over records x, y [B, ...]. length: P; 0: as the layout has it."""
         length = length or layout.length or self.length(x, y, layout.expected)
-        return laid_out(x, y, length, layout, self.blank(x, y))
+        return lay_out(x, y, length, layout, self.blank(x, y))
 
     def blank(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the contents [...] of empty slots for records of the form of x, y.
@@ -183,7 +183,7 @@ class Passes:
         """The losses [P] of records x, y [P, ...], without gradient."""
         if (dense := self.at_once(x, y)) is not None:
             return dense.losses(x, y)
-        way, x = self._prepared(x, y)
+        way, x = self._prepare(x, y)
         with fewer_digits(self._model), self._drawing(way, x, y):
             return way.losses(x, y)
 
@@ -195,8 +195,8 @@ class Passes:
 
     def gradients(self, x: Tensor, y: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
-        way, x = self._prepared(x, y)
-        return self._measured(*self._pass(way, x, y))
+        way, x = self._prepare(x, y)
+        return self._measure(*self._pass(way, x, y))
 
     def differences(self, x: Tensor, y: Tensor, w: Tensor, anchor: Tensor) -> Measured:
         """Measure g_j = ∇ℓ_j(w) - ∇ℓ_j(anchor), w and anchor [d]; leaves the model at w.
@@ -204,18 +204,18 @@ class Passes:
         The losses are those at w, and not finite where one of the two is not. At both points the
         same random numbers are drawn.
         """
-        way, x = self._prepared(x, y)
+        way, x = self._prepare(x, y)
         self._model.load(anchor)
         below, before = self._pass(way, x, y, held=True)
         self._model.load(w)
         above, after = self._pass(way, x, y)
         names = dict.fromkeys([*after, *before])
         both = {n: difference(after.pop(n, []), before.pop(n, [])) for n in names}
-        return self._measured(torch.where(below.isfinite(), above, below), both)
+        return self._measure(torch.where(below.isfinite(), above, below), both)
 
-    def _prepared(self, x: Tensor, y: Tensor) -> tuple[_Way, Tensor]:
+    def _prepare(self, x: Tensor, y: Tensor) -> tuple[_Way, Tensor]:
         """Return the way of records x, y, and x in its memory format: by pixel where faster."""
-        way = self._traced(x, y)
+        way = self._trace_for(x, y)
         # Record by record it is the model's own code: see by_pixel.
         images = self._images and x.dim() == 4 and isinstance(way, Graph)
         return way, pixelwise(x) if images else x
@@ -237,7 +237,7 @@ class Passes:
         with without_fused_draws(self._model), drawing(numbers):
             yield
 
-    def _traced(self, x: Tensor, y: Tensor) -> _Way:
+    def _trace_for(self, x: Tensor, y: Tensor) -> _Way:
         """The way of records of this form, for a model in this state of training."""
         key = self.form(x, y)
         if key not in self._ways:
@@ -259,7 +259,7 @@ class Passes:
             for m, held in self._modules
         )
 
-    def _measured(self, losses: Tensor, shares: Shares) -> Measured:
+    def _measure(self, losses: Tensor, shares: Shares) -> Measured:
         self._space.reset()
         groups = together(shares)
         parts = [part(some, self._space) for _, some in groups]

@@ -24,7 +24,7 @@ from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Made
 from fedpact.per_sample.layout import length_for
 from fedpact.per_sample.norms import wide
-from fedpact.per_sample.registers import LANES, filled_up, rounds, takes_rows
+from fedpact.per_sample.registers import LANES, fill_up, rounds, takes_rows
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import shape_of
 from fedpact.per_sample.tracing.export import Untraceable
@@ -119,20 +119,20 @@ class Alone:
         draws = self._one.draws
         numbers = PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None
         with without_fused_draws(self._model), drawing(numbers):
-            why = _error(self._vmapped, x, y)
+            why = _error(self._by_vmap_rows, x, y)
         # An error at zeros that the loop raises too comes from the model, not from vmap. vmap never
         # takes a data-dependent size, as of x[x > 0], nor draws that belong to no known record.
         varying = "dynamic shape" in str(why) or isinstance(why, ModelError)
         others = isinstance(why, RuntimeError) and not varying
-        taken = not varying and (not others or _error(self._looped, x, y) is not None)
+        taken = not varying and (not others or _error(self._by_loop_rows, x, y) is not None)
         if taken:
             self._announce(logging.INFO, "vmap differentiates it record by record")
         else:
-            self._announce(logging.WARNING, _LOOPED.format(_told(why)))
+            self._announce(logging.WARNING, _LOOPED.format(_first_line(why)))
         return taken
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._vmapped(x, y) if self._by_vmap else self._looped(x, y)
+        return self._by_vmap_rows(x, y) if self._by_vmap else self._by_loop_rows(x, y)
 
     def _announce(self, level: int, how: str) -> None:
         message = f"model {self._name} is not shown to keep records apart ({self._why}): {how}"
@@ -140,10 +140,10 @@ class Alone:
             _announced.add(message)
             _logger.log(level, message)
 
-    def _vmapped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _by_vmap_rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         def done(node: Node) -> Callable[..., Any]:
             do = operation(node)
-            return partial(filled_up, do, 0, len(x)) if takes_rows(node) else do
+            return partial(fill_up, do, 0, len(x)) if takes_rows(node) else do
 
         def one(w: dict[str, Tensor], record: Tensor, target: Tensor) -> Tensor:
             with autocast(self._model):
@@ -155,7 +155,7 @@ class Alone:
             rows, losses = cast(Any, batched)(weights, x.detach(), y)
         return losses, rows
 
-    def _looped(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _by_loop_rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         weights = {name: p.detach().requires_grad_() for name, p in self._model.own.items()}
         losses: list[Tensor] = []
         rows: list[tuple[Tensor, ...]] = []
@@ -185,7 +185,7 @@ def _error(way: Callable[[Tensor, Tensor], object], x: Tensor, y: Tensor) -> Exc
     return None
 
 
-def _told(why: Exception | None) -> str:
+def _first_line(why: Exception | None) -> str:
     return (str(why).strip() or "vmap cannot batch it").splitlines()[0]
 
 

@@ -138,7 +138,7 @@ class _Stepped(_Cell):
         return _Found(inner, torch.stack(outer), direct[0] + hidden)
 
 
-def _curved(curve: Callable[[Tensor], Tensor]) -> _Step:
+def _step_of(curve: Callable[[Tensor], Tensor]) -> _Step:
     def step(of_x: Tensor, of_h: Tensor, _: Tensor) -> Tensor:
         return curve(of_x + of_h)
 
@@ -213,8 +213,8 @@ class _Lstm(_Cell):
 _CELLS: dict[object, Callable[..., _Cell]] = {
     _aten.lstm.input: _Lstm,
     _aten.gru.input: partial(_Stepped, gru_step),
-    _aten.rnn_tanh.input: partial(_Stepped, _curved(torch.tanh)),
-    _aten.rnn_relu.input: partial(_Stepped, _curved(torch.relu)),
+    _aten.rnn_tanh.input: partial(_Stepped, _step_of(torch.tanh)),
+    _aten.rnn_relu.input: partial(_Stepped, _step_of(torch.relu)),
 }
 
 RECURRENT = frozenset(_CELLS)

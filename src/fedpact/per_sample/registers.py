@@ -62,15 +62,13 @@ _MOVES: Final = frozenset(
 _REPEATS: Final = frozenset({"expand", "broadcast_to", "repeat"})
 
 
-def shares(numbers: int) -> int:
+def count_sharing(numbers: int) -> int:
     """Return a multiple of the numbers of threads among which such an operation may be divided."""
     threads = torch.get_num_threads()
     return 1 if numbers <= _SHARED else math.lcm(threads, min(threads, -(-numbers // _SHARE)))
 
 
-def filled_up(
-    do: Callable[..., Tensor], start: int, slots: int, *args: Any, **kwargs: Any
-) -> Tensor:
+def fill_up(do: Callable[..., Tensor], start: int, slots: int, *args: Any, **kwargs: Any) -> Tensor:
     """Run an operation with its rows, the numbers from dimension `start` on, in whole registers.
 
     So they are in each thread's share. slots: how many such operations vmap runs at a time, or 1.
@@ -84,10 +82,10 @@ def filled_up(
     own, count = shape[start:], len(shape)
     size = math.prod(own)
     row, others = size, slots * math.prod(shape[:start])
-    while rest := row % (whole := LANES * (n := shares(others * row)) // math.gcd(n, slots)):
+    while rest := row % (whole := LANES * (n := count_sharing(others * row)) // math.gcd(n, slots)):
         row += whole - rest
     # Numbers need not lie together: then a share has to end where a record does.
-    if row == size and not slots * math.prod(own[:1]) % shares(others * row):
+    if row == size and not slots * math.prod(own[:1]) % count_sharing(others * row):
         return do(*args, **kwargs)
 
     def filled(arg: Any) -> Any:

@@ -19,8 +19,8 @@ from torch.func import vjp, vmap
 
 from fedpact.per_sample.convolution import Convolved, Geometry, Pooled, Pooled2d, sparse
 from fedpact.per_sample.gradients import Lookup, Made, Outer
-from fedpact.per_sample.layout import aligned
-from fedpact.per_sample.norms import flattened, wide
+from fedpact.per_sample.layout import align
+from fedpact.per_sample.norms import flatten_rows, wide
 from fedpact.per_sample.registers import LANES
 from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import Where
@@ -53,7 +53,7 @@ class Call:
     @property
     def grad(self) -> Tensor:
         """The gradient of the only result, per record."""
-        return self.apart(cast(Tensor, self.grads[0]), self.out[0])
+        return self.per_record(cast(Tensor, self.grads[0]), self.out[0])
 
     def at(self, place: Place) -> Tensor:
         """The argument at a position."""
@@ -62,7 +62,7 @@ class Call:
 
     def input(self, place: Place = 0) -> Tensor:
         """An argument per record: [B, ...], each record with a batch of one in its dimension."""
-        return self.apart(self.at(place), self.places[place])
+        return self.per_record(self.at(place), self.places[place])
 
     def put(self, values: "Mapping[Place, Tensor | None]") -> list[Any]:
         """The arguments with those at some positions replaced."""
@@ -76,7 +76,7 @@ class Call:
                 args[place[0]][place[1]] = value
         return args
 
-    def apart(self, tensor: Tensor, where: Where) -> Tensor:
+    def per_record(self, tensor: Tensor, where: Where) -> Tensor:
         """A tensor as [B, ...], each record as if it were alone."""
         dim, outer, inner = where
         if outer == inner == 1:
@@ -87,7 +87,7 @@ class Call:
 
     def alone(self, g: Tensor) -> Tensor:
         """A gradient of the only result per record, to sum; see _lying_apart."""
-        return _lying_apart(self.apart(g, self.out[0]))
+        return _lying_apart(self.per_record(g, self.out[0]))
 
     def positions(self, apart: Tensor) -> Tensor:
         """[B, ..., N] as [B, T, N]."""
@@ -116,13 +116,15 @@ def results_of(found: Any) -> list[Tensor]:
     return list(found) if type(found) in (list, tuple) else [found]
 
 
-def replayed(call: Call) -> Shares:
+def replay(call: Call) -> Shares:
     """The rule for any operation: vmap, or else a loop, differentiates it record by record.
 
     Each record is a batch of one. Raises the operation's errors.
     """
     grads = [
-        call.apart(g, where) for g, where in zip(call.grads, call.out, strict=True) if g is not None
+        call.per_record(g, where)
+        for g, where in zip(call.grads, call.out, strict=True)
+        if g is not None
     ]
     given = [g is not None for g in call.grads]
     inputs = {i: call.input(i) for i in call.places}
@@ -143,7 +145,7 @@ def replayed(call: Call) -> Shares:
     except RuntimeError:
         # Whether vmap supports an operation depends on its form, not on records.
         each = [
-            pull({i: aligned(x[j]) for i, x in inputs.items()}, [aligned(g[j]) for g in grads])
+            pull({i: align(x[j]) for i, x in inputs.items()}, [align(g[j]) for g in grads])
             for j in range(call.batch)
         ]
         rows = [torch.stack(column) for column in zip(*each, strict=True)]
@@ -154,12 +156,12 @@ def shares_of(call: Call) -> Shares:
     """The shares of a call's requested arguments."""
     # The rules are those of real numbers, without conjugates.
     waves = any(g is not None and g.is_complex() for g in call.grads)
-    return replayed(call) if waves else _rule_of(call.op)(call)
+    return replay(call) if waves else _rule_of(call.op)(call)
 
 
 @cache
 def _rule_of(op: object) -> Rule:
-    return _RULES.get(str(op), replayed)
+    return _RULES.get(str(op), replay)
 
 
 def _linear(call: Call) -> Shares:
@@ -169,7 +171,7 @@ def _linear(call: Call) -> Shares:
     if 1 in call.wanted:
         found[1] = Outer(g, call.positions(call.input()))
     if 2 in call.wanted:
-        found[2] = Made(_summed(call, cast(Tensor, call.grads[0]), 2, 1))
+        found[2] = Made(_sum(call, cast(Tensor, call.grads[0]), 2, 1))
     return found
 
 
@@ -180,7 +182,7 @@ def _matmul(call: Call) -> Shares:
     left = batch[len(batch) - a + 2 :] + "mk" if a > 1 else "k"
     right = batch[len(batch) - b + 2 :] + "kn" if b > 1 else "k"
     out = batch + "m" * (a > 1) + "n" * (b > 1)
-    return _contracted(call, {0: left, 1: right}, out)
+    return _contract(call, {0: left, 1: right}, out)
 
 
 def _einsum(call: Call) -> Shares:
@@ -189,11 +191,11 @@ def _einsum(call: Call) -> Shares:
     terms, _, out = equation.partition("->")
     operands: dict[Place, str] = {(1, i): one for i, one in enumerate(terms.split(","))}
     if "Z" in equation or not out or any(len({*one}) < len(one) for one in operands.values()):
-        return replayed(call)
-    return _contracted(call, operands, out)
+        return replay(call)
+    return _contract(call, operands, out)
 
 
-def _contracted(call: Call, operands: dict[Place, str], out: str) -> Shares:
+def _contract(call: Call, operands: dict[Place, str], out: str) -> Shares:
     """A sum of products. operands, out: dimensions as einsum letters, of the arguments and of y.
 
     The gradient of a factor is the product of ∂/∂y and the other factors, summed over all letters
@@ -213,7 +215,7 @@ def _contracted(call: Call, operands: dict[Place, str], out: str) -> Shares:
                 terms.append(_narrow(call.at(i), letters))
         # A letter in no other term was summed by itself: all its entries have the same gradient.
         if not {*kept} <= {c for _, letters in terms for c in letters}:
-            return replayed(call)
+            return replay(call)
         found[place] = _factor(terms, kept, matrix=call.at(place).dim() == len(kept) == 2)
     return found
 
@@ -253,21 +255,21 @@ class Contracted(Share):
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
-        return flattened(torch.einsum(self._equation, self._g[chunk], self._x[chunk]))
+        return flatten_rows(torch.einsum(self._equation, self._g[chunk], self._x[chunk]))
 
 
 def _convolution(call: Call) -> Shares:
     """x [B, C, ...] of one to three dimensions."""
     stride, padding, dilation, groups = [*call.args[3:], *[1, 0, 1, 1][len(call.args[3:]) :]]
     if call.out[0] != Where(0) and call.at(1).dim() > 4:
-        return replayed(call)
+        return replay(call)
     geometry, weight, x, g = _images(call, [stride, padding, dilation, groups])
     if call.pooled is not None and sparse(geometry, weight, g, call.pooled):
-        return _biased(call, Pooled2d(geometry, weight, x, g, call.pooled), g)
-    return _biased(call, Convolved(geometry, weight, x, g), g)
+        return _with_bias(call, Pooled2d(geometry, weight, x, g, call.pooled), g)
+    return _with_bias(call, Convolved(geometry, weight, x, g), g)
 
 
-def _transposed(call: Call) -> Shares:
+def _transpose(call: Call) -> Shares:
     """A transposed convolution: the gradient of a convolution, with x and g exchanged."""
     settings = [*call.args[3:], *[1, 0, 0, 1, 1][len(call.args[3:]) :]]
     stride, padding, _, groups, dilation = settings
@@ -275,8 +277,8 @@ def _transposed(call: Call) -> Shares:
     several = call.out[0] != Where(0) and call.at(1).dim() > 4
     if several or geometry.positions(g.shape[2:]) != tuple(x.shape[2:]):
         # The output has extra steps at its end, which the convolution would read as well.
-        return replayed(call)
-    return _biased(call, Convolved(geometry, weight, g, x), g)
+        return replay(call)
+    return _with_bias(call, Convolved(geometry, weight, g, x), g)
 
 
 def _images(call: Call, settings: list[Any]) -> tuple[Geometry, Tensor, Tensor, Tensor]:
@@ -288,11 +290,11 @@ def _images(call: Call, settings: list[Any]) -> tuple[Geometry, Tensor, Tensor, 
     geometry = Geometry.by(weight.shape[2:], settings)
     if call.out[0] == Where(0):
         return geometry, weight, x, g
-    x, g = (call.apart(t, call.out[0]).movedim(1, 2) for t in (x, g))
+    x, g = (call.per_record(t, call.out[0]).movedim(1, 2) for t in (x, g))
     return geometry.over_several(), weight.unsqueeze(2), x, g
 
 
-def _biased(call: Call, weight: Share, g: Tensor) -> Shares:
+def _with_bias(call: Call, weight: Share, g: Tensor) -> Shares:
     """The shares of a weight, and of a bias per output channel."""
     return {i: weight if i == 1 else Made(_lying_apart(g).flatten(2).sum(2)) for i in call.wanted}
 
@@ -306,34 +308,34 @@ def _embedding(call: Call) -> Shares:
     return {0: Lookup(index, g, len(table), padding if padding >= 0 else None)}
 
 
-def _normalised(weight: int, bias: int | None, dims: int) -> Rule:
+def _normalise(weight: int, bias: int | None, dims: int) -> Rule:
     """y = weight ⊙ x̂ + bias over the last `dims` dimensions, or over channels if dims is 0."""
 
     def rule(call: Call) -> Shares:
         if dims == 0 and call.out[0] != Where(0):
-            return replayed(call)
+            return replay(call)
         g = cast(Tensor, call.grads[0])
         found: Shares = {}
         if weight in call.wanted:
             # x̂ is the result without weight and bias; a trace omits a bias that is None.
             without = [at for at in (weight, bias) if at is not None and at < len(call.args)]
             args = call.put({0: call.at(0), **dict.fromkeys(without)})
-            found[weight] = Made(_summed(call, g * call.op(*args), weight, dims))
+            found[weight] = Made(_sum(call, g * call.op(*args), weight, dims))
         if bias in call.wanted:
-            found[bias] = Made(_summed(call, g, bias, dims))
+            found[bias] = Made(_sum(call, g, bias, dims))
         return found
 
     return rule
 
 
-def _summed(call: Call, v: Tensor, place: Place, dims: int) -> Tensor:
+def _sum(call: Call, v: Tensor, place: Place, dims: int) -> Tensor:
     size = call.at(place).numel()
     if dims == 0:
         return _lying_apart(v).flatten(2).sum(2) if v.dim() > 2 else v
     return call.alone(v).reshape(call.batch, -1, size).sum(1)
 
 
-def _reduced(call: Call, g: Tensor, place: Place) -> Made:
+def _reduce(call: Call, g: Tensor, place: Place) -> Made:
     """The output's gradient, summed over the dimensions along which a parameter was broadcast."""
     argument = call.at(place)
     shape = argument.shape
@@ -351,7 +353,7 @@ def _each_number(call: Call) -> Shares:
     with torch.enable_grad():
         found = call.op(*call.put({i: call.at(i) for i in call.places} | given), **call.kwargs)
     rows = torch.autograd.grad(found, list(given.values()), g)
-    return {i: _reduced(call, row, i) for i, row in zip(given, rows, strict=True)}
+    return {i: _reduce(call, row, i) for i, row in zip(given, rows, strict=True)}
 
 
 def _prelu(call: Call) -> Shares:
@@ -362,16 +364,16 @@ def _prelu(call: Call) -> Shares:
     return {1: Made(g.sum([d for d in range(1, g.dim()) if d != kept]).reshape(call.batch, -1))}
 
 
-def _indexed(call: Call) -> Shares:
+def _index(call: Call) -> Shares:
     """Entries p[i] of a table by integers."""
     table, index = call.at(0), cast(list[Any], call.args[1])
     if len(index) != 1 or index[0].dtype == torch.bool:
-        return replayed(call)
+        return replay(call)
     index = call.input((1, 0)).reshape(call.batch, -1) % len(table)
     return {0: Lookup(index, call.grad.reshape(*index.shape, -1), len(table), None)}
 
 
-def _repeated(call: Call) -> Shares:
+def _repeat(call: Call) -> Shares:
     """A parameter that is repeated for each record, such as a class token, and otherwise."""
     g, shape = call.alone(cast(Tensor, call.grads[0])), call.at(0).shape
     shape = [1] * (g.dim() - 1 - len(shape)) + list(shape)
@@ -444,17 +446,17 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys([f"aten.{name}.default" for name in ("matmul", "mm", "bmm", "mv")], _matmul),
     "aten.einsum.default": _einsum,
     **dict.fromkeys([f"aten.conv{n}d.default" for n in "123"], _convolution),
-    "aten.conv_transpose1d.default": _transposed,
-    "aten.conv_transpose2d.input": _transposed,
-    "aten.conv_transpose3d.input": _transposed,
-    "aten.index.Tensor": _indexed,
+    "aten.conv_transpose1d.default": _transpose,
+    "aten.conv_transpose2d.input": _transpose,
+    "aten.conv_transpose3d.input": _transpose,
+    "aten.index.Tensor": _index,
     "aten.embedding.default": _embedding,
-    "aten.layer_norm.default": _normalised(2, 3, dims=1),
-    "aten.rms_norm.default": _normalised(2, None, dims=1),
-    "aten.group_norm.default": _normalised(2, 3, dims=0),
-    "aten.batch_norm.default": _normalised(1, 2, dims=0),
-    "aten.instance_norm.default": _normalised(1, 2, dims=0),
+    "aten.layer_norm.default": _normalise(2, 3, dims=1),
+    "aten.rms_norm.default": _normalise(2, None, dims=1),
+    "aten.group_norm.default": _normalise(2, 3, dims=0),
+    "aten.batch_norm.default": _normalise(1, 2, dims=0),
+    "aten.instance_norm.default": _normalise(1, 2, dims=0),
     **dict.fromkeys([f"aten.{one}" for one in _POINTWISE], _each_number),
     "aten.prelu.default": _prelu,
-    **dict.fromkeys([f"aten.{one}.default" for one in _REPEATING], _repeated),
+    **dict.fromkeys([f"aten.{one}.default" for one in _REPEATING], _repeat),
 }

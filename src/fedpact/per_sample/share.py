@@ -26,7 +26,7 @@ PARTIAL_SUMS = 16
 """Float32 adds up so many passes' sums at most."""
 
 FAR = 2.0**80
-"""‖u‖² beyond which g is no place for the coefficient; see balanced."""
+"""‖u‖² beyond which g is no place for the coefficient; see balance."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Share(ABC):
         return self.size * self.like.element_size()
 
     def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:  # noqa: ARG002
-        """The same rows in the order that is fastest to compute; see arranged.
+        """The same rows in the order that is fastest to compute; see arrange.
 
         out: memory of that form, which they may be written to.
         """
@@ -108,7 +108,7 @@ class Share(ABC):
         """What the gradients are computed from, each [B, ...], to compare passes bit for bit."""
         return [self.rows(slice(0, self.batch))]
 
-    def arranged(self, total: Tensor) -> Tensor:
+    def arrange(self, total: Tensor) -> Tensor:
         """Return a sum of quick rows [..., size] in the parameter's own order."""
         return total
 
@@ -145,7 +145,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
 
 
-def balanced(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def balance(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Scale g [B, O] and u [B, K] of ‖u_j‖² [B] by powers of two, so that c_j g_j is not denormal.
 
     It would be for a u_j of 1e38 and a g_j of 1e-20.

@@ -29,7 +29,7 @@ from torch import Tensor
 from fedpact.common.check import non_negative, positive
 from fedpact.common.errors import PolicyRefused
 from fedpact.common.losses import Loss
-from fedpact.common.params import FlatModel, sent
+from fedpact.common.params import FlatModel, send
 from fedpact.per_sample.clipping import UNIFORM, Weighting, check_clip, slack, within
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
@@ -242,7 +242,7 @@ class PlainBatch(OpenChannels):
 
 def person_shares(values: Tensor, shares: Tensor | None) -> Tensor:
     """Return the records' values [B] times their shares of a person; unchanged without shares."""
-    return values if shares is None else values * sent(shares, values.device)
+    return values if shares is None else values * send(shares, values.device)
 
 
 class NoiseTerms(Protocol):
@@ -358,7 +358,7 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
         def take(x: Tensor, y: Tensor, shares: Tensor | None, layout: Placement | None) -> Tensor:
             return clipped_sum(x, y, clip, weights, self._most(y, shares), shares, layout)
 
-        return self._released("gradient", take, w, clip, self._terms.clip)
+        return self._release("gradient", take, w, clip, self._terms.clip)
 
     def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
         self.use("difference")
@@ -372,9 +372,9 @@ class PerSampleBatch(NoisyBatch[PerSampleKernel]):
             most = self._most(y, shares)
             return clipped_difference(x, y, w, anchor, clip, most, shares, layout)
 
-        return self._released("difference", take, w, clip, bound)
+        return self._release("difference", take, w, clip, bound)
 
-    def _released(
+    def _release(
         self, channel: str, take: _TakeShared, w: Tensor, clip: float, bound: float
     ) -> Tensor:
         finish = partial(within, clip=clip, most=most_records(self._terms.batch_size))

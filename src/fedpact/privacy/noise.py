@@ -37,7 +37,7 @@ def calibrate(asked: Terms) -> Terms:
         least = _joint_multiplier(asked.opening) / unit
         planned[SampledGaussian(asked.opening_rate, least)] += asked.openings
     before = _before_training(asked)
-    whole = smallest_scale(_priced(asked), planned, asked.accountant, spent=before)
+    whole = smallest_scale(_price(asked), planned, asked.accountant, spent=before)
     sigma = whole / unit
     # Rounding in the joint multipliers must not push the reservation past the budget.
     found = scale(asked, sigma)
@@ -64,7 +64,7 @@ def with_noise(asked: Terms, sigma: float) -> Terms:
         # Do not search for the largest number of steps, far beyond the plan.
         return full
     before = full.history(0, full.openings)
-    allowed = max_steps(full.event, _priced(asked), asked.accountant, spent=before)
+    allowed = max_steps(full.event, _price(asked), asked.accountant, spent=before)
     if allowed < 1:
         opened = f", after the openings of {asked.openings} rounds," if asked.openings else ""
         raise PlanError(
@@ -90,7 +90,7 @@ def _joint_multiplier(asked: Terms) -> float:
     return joint(1.0, asked.multipliers.values()).sigma
 
 
-def _priced(asked: Terms) -> Budget:
+def _price(asked: Terms) -> Budget:
     return Budget(asked.budget.epsilon, asked.delta)
 
 

@@ -38,12 +38,12 @@ from torch import Tensor
 
 from fedpact.common.check import count as at_least_one
 from fedpact.common.errors import PolicyRefused
-from fedpact.common.params import sent
+from fedpact.common.params import send
 from fedpact.common.randomness.keystream import CHUNK
 from fedpact.common.randomness.seeded import Draws
 from fedpact.per_sample.clipping import UNIFORM, Fair, Uniform, Weighting
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
-from fedpact.per_sample.layout import Placement, aligned, scatter
+from fedpact.per_sample.layout import Placement, align, scatter
 from fedpact.privacy import column_scales
 from fedpact.privacy.accounting.accountant import SampledGaussian
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION
@@ -125,8 +125,8 @@ class Records:
         # A full batch is this tensor itself, any other batch is a copy. Both need the same memory
         # alignment: otherwise the presence of one record would decide which code path of the BLAS
         # library multiplies the others.
-        object.__setattr__(self, "x", aligned(self.x))
-        object.__setattr__(self, "y", aligned(self.y))
+        object.__setattr__(self, "x", align(self.x))
+        object.__setattr__(self, "y", align(self.y))
 
     def to(self, device: torch.device) -> "Records":
         """Return the records on a device."""
@@ -186,7 +186,7 @@ class Records:
         """
         if chosen.shape == self.y.shape[:1]:
             return (self.x, self.y) if lent else (self.x.clone(), self.y.clone())
-        chosen = sent(chosen, self.x.device)
+        chosen = send(chosen, self.x.device)
         # Takes a quarter of the time of x[chosen].
         return self.x.index_select(0, chosen), self.y.index_select(0, chosen)
 
@@ -416,12 +416,12 @@ class PrivateOracle:
         self._kernel.seed(_seed_of(self._draws, step))
         release = self._draws.add_noise
         if terms.units:
-            release = self._shared if terms.shares_noise else partial(self._rounded, terms.units)
+            release = self._share if terms.shares_noise else partial(self._round, terms.units)
         add_noise = partial(release, step=step)
-        layout = self._laid_out(terms, step, x, y)
+        layout = self._lay_out(terms, step, x, y)
         return answering(cast(Any, self._kernel), x, y, terms, add_noise, channels, shares, layout)
 
-    def _laid_out(self, terms: Terms, step: int, x: Tensor, y: Tensor) -> Placement | None:
+    def _lay_out(self, terms: Terms, step: int, x: Tensor, y: Tensor) -> Placement | None:
         """Return the slots of the batch's records; None: the kernel's default."""
         if self._placement is None or not isinstance(self._kernel, PerSampleKernel):
             return None
@@ -430,7 +430,7 @@ class PrivateOracle:
         length = self._kernel.scattered_length(x, y, terms.batch_size)
         return scatter(self._draws.positions(len(y), length, step), length)
 
-    def _shared(
+    def _share(
         self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
     ) -> Tensor:
         """Return a sum [d] with the site's share of noise, and store it as whole numbers.
@@ -447,7 +447,7 @@ class PrivateOracle:
         self.shares[purpose] = self._draws.share(total, unit, SHARE_DEVIATION, step, purpose)
         return (self.shares[purpose].double() * unit).to(total.device, total.dtype)
 
-    def _rounded(
+    def _round(
         self, units: float, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
     ) -> Tensor:
         """Return a sum [d] with the site's own noise, on a coarse grid."""

@@ -150,7 +150,7 @@ class Policy(BaseModel):
         _at_most("epsilon", terms.budget.epsilon, "epsilon_per_run", self.epsilon_per_run)
         _at_most("delta", terms.budget.delta, "delta_per_run", self.delta_per_run)
         # A record is either trained on or held out, so only one of the two budgets applies to it.
-        own = [terms.budget, *([self._allowed(evaluation)] if evaluation else [])]
+        own = [terms.budget, *([self._evaluation_budget(evaluation)] if evaluation else [])]
         epsilon = add_budgets([reserved[0], max(each.epsilon for each in own)])
         delta = add_budgets([reserved[1], max(each.delta for each in own)])
         larger = " with the larger one of the run's training and evaluations" * bool(evaluation)
@@ -158,7 +158,7 @@ class Policy(BaseModel):
         _at_most(f"delta{larger}", delta, "delta_ever", self.delta_ever)
         self._check_alone(terms, reserved[0] if reserved_alone is None else reserved_alone)
 
-    def _allowed(self, evaluation: FullDataRelease) -> Budget:
+    def _evaluation_budget(self, evaluation: FullDataRelease) -> Budget:
         """Return what evaluations may cost. Raises PolicyRefused: more than the policy allows."""
         most = self.evaluation_epsilon_per_run, self.evaluation_delta_per_run
         if most[0] is None or most[1] is None:

@@ -135,7 +135,7 @@ class Privacy(BaseModel):
         return sites / (self.honest or 1)
 
     @model_validator(mode="after")
-    def _shared(self) -> Self:
+    def _check_shared(self) -> Self:
         if (self.trust == "sum") != (self.honest > 0):
             raise ValueError(
                 f'trust = "{self.trust}" with honest = {self.honest}: expected trust = "sum" with '

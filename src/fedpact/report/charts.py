@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.ticker import FuncFormatter
 
-from fedpact.common.format import choose_byte_unit, counted, number, percent, size, upper
+from fedpact.common.format import choose_byte_unit, count_noun, number, percent, size, upper
 from fedpact.common.messages import RoundRecord
 from fedpact.evaluation.metrics import METRICS, find_display, ranking
 from fedpact.report.drawing import (
@@ -78,7 +78,7 @@ def _spending(
         spent = spent / [site.epsilon_allowed for site in sites.values()]
     # Infinite and unknown values leave a gap.
     spent[~np.isfinite(spent)] = np.nan
-    label = counted(len(sites), "site")
+    label = count_noun(len(sites), "site")
     if len(sites) <= MANY:
         look: dict[str, Any] = {"lw": 1.4, "alpha": 0.8, "marker": marker(len(rounds)), "ms": 3}
         for i, column in enumerate(spent.T):
@@ -228,7 +228,7 @@ def _over_rounds(
     lost = sum(1 for _, value in known if not math.isfinite(value))
     if lost:
         caption += (
-            f" In {counted(lost, 'round')} {label} was not finite and is not drawn: the model "
+            f" In {count_noun(lost, 'round')} {label} was not finite and is not drawn: the model "
             "diverged."
         )
     return chart.named(title, caption, simulator_only=simulator_only)
@@ -337,7 +337,7 @@ def draw_labels(run: RunSummary) -> Chart | None:
                 if count:
                     below.text(site, label, f"{count:.0f}", color=INK, ha="center", va="center")
     caption = (
-        f"Training records of {counted(len(sites), 'site')} (columns) by label (rows). "
+        f"Training records of {count_noun(len(sites), 'site')} (columns) by label (rows). "
         "Darker cells: the label makes up more of the site. Similar columns mean similar label "
         "distributions; single dark cells mean that sites have only some labels."
     )

@@ -127,7 +127,7 @@ def differences(plans: Mapping[str, JsonMapping], swept: Collection[str] = ()) -
         if len(set(values.values())) > 1:
             method = key.split(".")[0] in _METHOD or key in _METHOD_OF_PRIVACY
             having = {n: value for n, value in values.items() if key in flat[n]}
-            unequal = key not in swept and (not method or _left_apart(key, having, plans))
+            unequal = key not in swept and (not method or _differ_by_default(key, having, plans))
             shown = {
                 n: value + " by default" * _is_left(key, plans[n]) for n, value in values.items()
             }
@@ -135,7 +135,9 @@ def differences(plans: Mapping[str, JsonMapping], swept: Collection[str] = ()) -
     return sorted(found, key=lambda difference: not difference.unequal)
 
 
-def _left_apart(key: str, values: Mapping[str, str], plans: Mapping[str, JsonMapping]) -> bool:
+def _differ_by_default(
+    key: str, values: Mapping[str, str], plans: Mapping[str, JsonMapping]
+) -> bool:
     """Whether two algorithms differ in a shared setting, and one of the values is a default."""
     return key.startswith("settings.") and any(
         values[one] != values[other]
@@ -411,14 +413,14 @@ class Comparison:
         """Point of the sweep in words -> its entries."""
         return _group(self.entries, lambda entry: str(entry.point))
 
-    def paired(self, measure: Callable[[RunSummary], float | None]) -> "list[PairedDifference]":
+    def pair(self, measure: Callable[[RunSummary], float | None]) -> "list[PairedDifference]":
         """Return each entry's difference from the first entry at the same point.
 
         A single algorithm in a sweep is compared with itself at the first point.
         """
         return _differences([*self.groups.values()] if self._several else [self.entries], measure)
 
-    def paired_points(
+    def pair_points(
         self, measure: Callable[[RunSummary], float | None]
     ) -> "list[PairedDifference]":
         """Return each algorithm's difference from itself at the first point; none of one alone."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from fedpact.common.files import write_whole
-from fedpact.common.format import counted, duration, number, percent, size, span, upper
+from fedpact.common.format import count_noun, duration, number, percent, size, span, upper
 from fedpact.common.notebook import TextTable
 from fedpact.common.records import strict
 from fedpact.evaluation.metrics import find_display
@@ -96,7 +96,7 @@ def _range(of: Callable[[RunSummary], tuple[float, float] | None]) -> Cell:
     return cell
 
 
-def _spent(entry: Entry) -> str:
+def _format_epsilon(entry: Entry) -> str:
     """ε with its δ, rounded up; a dash if no run has ended."""
     if entry.private is None:
         return number(None)
@@ -111,7 +111,11 @@ def _quality(comparison: Comparison) -> dict[str, Cell]:
     judged, form, key, worst = comparison.judged, _percents, "accuracy", "worst"
     if judged != "accuracy":
         form, key, worst = _numbers, "loss", "worst_loss"
-    found = {judged: form(attrgetter(key)), "worst site": form(attrgetter(worst)), "ε": _spent}
+    found = {
+        judged: form(attrgetter(key)),
+        "worst site": form(attrgetter(worst)),
+        "ε": _format_epsilon,
+    }
     if comparison.averaged:
         found[f"{judged}, averaged model"] = form(methodcaller("averaged", key))
     for name in comparison.measured:
@@ -190,7 +194,7 @@ def paired_table(comparison: Comparison) -> TextTable | None:
     """
     rows, headings = dict[str, list[str]](), list[str]()
     for measure, of in SWEPT.items():
-        found = [*comparison.paired(of), *comparison.paired_points(of)]
+        found = [*comparison.pair(of), *comparison.pair_points(of)]
         form = "{:+.4g}".format if measure == "mean loss" else lambda value: f"{100 * value:+.2f}"
         if found:
             headings += [measure, "95 % interval", "p"]
@@ -338,7 +342,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "paired": {
             measure: [
                 strict({**vars(one), "entry": one.entry.name, "reference": one.reference.name})
-                for one in [*comparison.paired(of), *comparison.paired_points(of)]
+                for one in [*comparison.pair(of), *comparison.pair_points(of)]
             ]
             for measure, of in SWEPT.items()
         },
@@ -365,7 +369,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
             for entry in comparison.entries
         },
         "counted": [each.document for each in comparison.counted],
-        "not_counted": _uncounted(comparison),
+        "not_counted": _list_uncounted(comparison),
     }
 
 
@@ -405,11 +409,11 @@ def describe_tuning_cost(comparison: Comparison) -> list[str]:
     """Return the cost of trying, and for whom each ε holds; empty if not requested."""
     return [
         *(f"{each.told}. {line}" for each in comparison.counted for line in each.lines),
-        *_uncounted(comparison),
+        *_list_uncounted(comparison),
     ]
 
 
-def _uncounted(comparison: Comparison) -> list[str]:
+def _list_uncounted(comparison: Comparison) -> list[str]:
     """Return what the cost of trying leaves out."""
     if not comparison.counted:
         return []
@@ -485,7 +489,7 @@ def render_comparison(comparison: Comparison) -> str:
         },
         joining_note=JOINING_NOTE,
         trying=comparison.counted,
-        uncounted=_uncounted(comparison),
+        uncounted=_list_uncounted(comparison),
         released=compare_evaluations({e.name: e.runs for e in entries}),
         reached=find_bytes_to_targets(comparison),
         quality=list(quality),
@@ -497,12 +501,12 @@ def _facts(comparison: Comparison) -> list[str]:
     entries, runs = comparison.entries, comparison.runs
     data = dict.fromkeys(str(entry.plan.get("data", "own data")) for entry in entries)
     seeds = {run.seed for run in runs} | {seed for entry in entries for seed in entry.missing}
-    sites = dict.fromkeys(counted(len(run.sites), "site") for run in runs)
+    sites = dict.fromkeys(count_noun(len(run.sites), "site") for run in runs)
     return [
         *data,
         *sites,
         f"seeds {describe_seeds(seeds)}",
-        counted(len(runs), "run"),
+        count_noun(len(runs), "run"),
         *filter(None, [baseline(comparison)]),
         str(comparison.folder.resolve().name),
     ]

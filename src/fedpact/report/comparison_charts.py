@@ -214,7 +214,7 @@ def name_pair(comparison: Comparison, one: PairedDifference, *, short: bool = Fa
 def draw_paired(comparison: Comparison) -> Chart | None:
     """Draw the differences of accuracy or loss, with their intervals."""
     measure = comparison.judged
-    known = [d for d in comparison.paired(SWEPT[measure]) if d.known]
+    known = [d for d in comparison.pair(SWEPT[measure]) if d.known]
     found = known[:MANY]
     if not found:
         return None

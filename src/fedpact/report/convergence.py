@@ -65,7 +65,7 @@ def _wire_table(message: str, rows: Sequence[_Row], notes: list[str]) -> WireTab
 
 def rates(run: RunSummary) -> WireTable | str:
     """Return the table of rate bounds, or why there is none."""
-    if why := _undefined(run):
+    if why := _explain_undefined(run):
         return why
     d = int(run.summary["model_parameters"])
     sites, rounds = run.site_privacy, _without_evaluation(run)
@@ -98,7 +98,7 @@ def rates(run: RunSummary) -> WireTable | str:
     return _wire_table("one reply", rows, notes)
 
 
-def _undefined(run: RunSummary) -> str:
+def _explain_undefined(run: RunSummary) -> str:
     if not run.private:
         return "No rate bound: it needs noise, and a run without privacy adds none."
     if run.plan.get("algorithm") != "ldp_fedsgd":

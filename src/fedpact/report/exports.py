@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from fedpact.common.configuration import DEFAULTS_KEY, flatten, override, plan_error
 from fedpact.common.errors import PlanError
-from fedpact.common.format import counted, duration, number, percent, upper
+from fedpact.common.format import count_noun, duration, number, percent, upper
 from fedpact.common.run_settings import About
 from fedpact.plan import Plan
 from fedpact.report import evaluations
@@ -116,11 +116,11 @@ def render_model_card(run: RunSummary, about: About) -> str:
         covers=_covers(run),
         needed=NEEDED,
         metadata=_metadata(run, name, about.licence),
-        parameters=counted(count, "parameter") if count else "size not recorded",
+        parameters=count_noun(count, "parameter") if count else "size not recorded",
         uncovered=run.privacy["does_not_cover"] if run.private else warnings,
         settings=_settings(run),
         seconds=duration(run.seconds),
-        tested=_tested(run),
+        tested=_describe_tests(run),
         results=_results(run),
         unevaluated=evaluations.why_none(run, named=False),
         software=[(k, run.environment[k]) for k in _SOFTWARE if k in run.environment],
@@ -131,7 +131,7 @@ def _training(run: RunSummary, many: str) -> str:
     protected = ". Records stayed at their sites, and each site enforced its own budget."
     return (
         f"A {run.plan['model']} model, trained by federated learning ({run.plan['algorithm']}) "
-        f"with {many}, {counted(run.last.round, 'round')}"
+        f"with {many}, {count_noun(run.last.round, 'round')}"
         + (protected if run.private else ", without privacy.")
     )
 
@@ -186,7 +186,7 @@ def _settings(run: RunSummary) -> list[tuple[str, str]]:
     ]
 
 
-def _tested(run: RunSummary) -> str:
+def _describe_tests(run: RunSummary) -> str:
     found = list[str]()
     if run.evaluated and not run.pooled:
         found.append(f"A public test set; {'accuracy and ' * run.counted}mean loss.")
@@ -275,7 +275,7 @@ def table_as_latex(comparison: Comparison) -> str:
     """
     plans: dict[str, Cell] = {
         "algorithm": lambda entry: str(entry.plan.get("algorithm", "–")),
-        "allowed ε": _allowed,
+        "allowed ε": _format_allowed,
     }
     table = tabulate(plans | figure_columns(comparison), comparison)
     lines = [
@@ -292,7 +292,7 @@ def table_as_latex(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _allowed(entry: Entry) -> str:
+def _format_allowed(entry: Entry) -> str:
     found = [allowed for run in entry.runs if (allowed := run.epsilon_allowed) is not None]
     return upper(max(found)) if found else "–"
 

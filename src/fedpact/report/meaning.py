@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from fedpact.common.format import counted, lower, upper
+from fedpact.common.format import count_noun, lower, upper
 from fedpact.privacy.accounting.accountant import ACCOUNTANTS, add_budgets
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.report.compared_runs import Comparison, Entry
@@ -112,7 +112,7 @@ def _stakes(run: RunSummary) -> Iterable[OddsStatement]:
     one = "one person, all records" if run.privacy["unit"] == "person" else "one record"
     yield from _both(one, training)
     for k in next(iter(sites.values())).get("epsilon_per_person") or {}:
-        who, cost = f"person, {counted(int(k), 'record')}", _of_person(sites.values(), k)
+        who, cost = f"person, {count_noun(int(k), 'record')}", _of_person(sites.values(), k)
         delta = training.delta
         if held:
             # Records of a person that are split one by one may be on both sides.

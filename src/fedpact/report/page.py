@@ -12,7 +12,7 @@ from fedpact.common.configuration import DEFAULTS_KEY, flatten
 from fedpact.common.files import write_whole
 from fedpact.common.format import (
     against_majority_class,
-    counted,
+    count_noun,
     duration,
     format_metric,
     headline_metric,
@@ -159,7 +159,7 @@ def build_headline(run: RunSummary) -> list[CardFigure]:
         CardFigure(
             "rounds",
             f"{run.last.round:,}" + (f" of {rounds:,}" if rounds else ""),
-            f"{counted(run.last.steps, 'local step')} in the last; {run.ended}",
+            f"{count_noun(run.last.steps, 'local step')} in the last; {run.ended}",
         ),
         *_control_card(run),
         *_left_out_card(run),
@@ -186,7 +186,7 @@ def _learning_cards(run: RunSummary) -> Iterator[CardFigure]:
         if last.accuracy is not None and (records := run.summary.get("judged_records")):
             low, high = wilson_interval(last.accuracy, records)
             note += f"; 95 % interval {percent(low)} to {percent(high)} by "
-            note += counted(records, "test record")
+            note += count_noun(records, "test record")
         if against := against_majority_class(last.accuracy, run.summary.get("commonest")):
             note += f"; {against}"
         before, after = first.loss, last.loss
@@ -243,7 +243,7 @@ def _epsilon_card(run: RunSummary) -> CardFigure:
     )
     whose = f"site {name}"
     if len(run.site_privacy) > 1:
-        whose = f"the most of {counted(len(run.site_privacy), 'site')} ({name})"
+        whose = f"the most of {count_noun(len(run.site_privacy), 'site')} ({name})"
     over = [n for n, s in run.site_privacy.items() if s.epsilon_spent > s.epsilon_allowed]
     return CardFigure(
         "ε spent of ε allowed",
@@ -280,15 +280,15 @@ def _control_card(run: RunSummary) -> Iterator[CardFigure]:
     even, chosen = run.last.numbers.get("control/even"), [r.steps for r in run.records[1:]]
     if even is not None and chosen:
         note = f"τ from {min(chosen)} to {max(chosen)}; the budgets' even split, for want of a "
-        note += f"clear estimate, in {even:,.0f} of {counted(len(chosen), 'round')}"
+        note += f"clear estimate, in {even:,.0f} of {count_noun(len(chosen), 'round')}"
         yield CardFigure("local iterations", f"{sum(chosen):,}", note)
 
 
 def _facts(run: RunSummary) -> list[str]:
     facts = [f"model {run.plan.get('model', 'unknown')}"]
     if d := run.summary.get("model_parameters"):
-        facts.append(counted(d, "parameter"))
-    facts.append(counted(len(run.sites) or run.plan.get("sites", 0), "site"))
+        facts.append(count_noun(d, "parameter"))
+    facts.append(count_noun(len(run.sites) or run.plan.get("sites", 0), "site"))
     if run.drawn:
         facts.append(f"{run.plan.get('sites_per_round')} of them in each round")
     facts.append(run.ended)

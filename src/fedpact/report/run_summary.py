@@ -230,7 +230,9 @@ class RunSummary:
                 **{key: float(terms[key]) for key in alike},
                 steps=int(terms["steps"]),
                 sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
-                epsilon_alone=(alone if _reserved(terms).condition else spent).get(name, math.nan),
+                epsilon_alone=(alone if _read_reserved(terms).condition else spent).get(
+                    name, math.nan
+                ),
             )
             for name, terms in sorted(self.privacy["sites"].items())
         }
@@ -269,7 +271,7 @@ class RunSummary:
     @cached_property
     def training(self) -> Guarantee:
         """The guarantee of a private run's whole training, for records that are trained on."""
-        return Guarantee.largest(map(_reserved, self.privacy["sites"].values()))
+        return Guarantee.largest(map(_read_reserved, self.privacy["sites"].values()))
 
     @cached_property
     def reserved(self) -> Guarantee:
@@ -350,7 +352,7 @@ class RunSummary:
         return sum(record.seconds for record in self.records)
 
 
-def _reserved(terms: Mapping[str, Any]) -> Guarantee:
+def _read_reserved(terms: Mapping[str, Any]) -> Guarantee:
     return Guarantee.read(terms, "epsilon_reserved")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from fedpact.common.format import counted, percent
+from fedpact.common.format import count_noun, percent
 from fedpact.common.notebook import css
 
 
@@ -19,7 +19,7 @@ def page(name: str, **values: Any) -> str:
 @cache
 def _environment() -> Environment:
     found = Environment(autoescape=True, undefined=StrictUndefined, loader=FunctionLoader(_text))
-    found.globals.update(counted=counted, percent=percent)
+    found.globals.update(counted=count_noun, percent=percent)
     return found
 
 

@@ -422,7 +422,7 @@ def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
             by: [p for p in points if (p.curve, p.steps) == (by, steps)] for by in EXACT_ACCOUNTANTS
         }
         old = [
-            [_marked(old_point(problem, bound, e, steps, question.paper), exact) for e in grid]
+            [_mark(old_point(problem, bound, e, steps, question.paper), exact) for e in grid]
             for bound in OLD_BOUNDS
         ]
         for axis, (title, value) in zip(column, _QUANTITIES, strict=True):
@@ -451,7 +451,7 @@ def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
     save_figure(figure, out)
 
 
-def _marked(point: Point, exact: Mapping[str, list[Point]]) -> Point:
+def _mark(point: Point, exact: Mapping[str, list[Point]]) -> Point:
     """Return the point, noted where its σ is below the least with a proof, between known ones."""
     known = [p for p in exact[EXACT_ACCOUNTANTS[-1]] if p.sigma]
     epsilons, sigmas = ([math.log(getattr(p, key)) for p in known] for key in ("epsilon", "sigma"))

@@ -62,14 +62,14 @@ class Evaluator:
             terms = self._scene.terms
             spent = {name: self._charged(name) for name in terms}
             record = with_epsilon(record, terms, spent)
-        if not record.held_out and (record.evaluation or self._shown(record.round, last)):
+        if not record.held_out and (record.evaluation or self._is_due(record.round, last)):
             record = replace(record, held_out=self._exact(at))
         if record.accuracy is not None or not (last or self._due(at.round)):
             return record
         with threads(self._threads):
-            return self._measured(at, record)
+            return self._measure(at, record)
 
-    def _shown(self, round_number: int, last: bool) -> bool:
+    def _is_due(self, round_number: int, last: bool) -> bool:
         """Whether exact sums are due in a run whose sites release none."""
         form = self._scene.form
         due = form.share > 0 and (last or form.is_due(round_number))
@@ -80,7 +80,7 @@ class Evaluator:
         every = plan.run.evaluate_every or max(1, plan.rounds // _EVALUATIONS)
         return plan.budget.early or round_number % every == 0
 
-    def _measured(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
+    def _measure(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._by = at.state.vectors.get(CONSTANTS)
         w = at.state.vectors["w"]
         found = self._of(w, own_models(self._scene, at, self._remembered), record)
@@ -98,25 +98,25 @@ class Evaluator:
         self._model.load(common)
         if own and self._scene.plan.head:
             # The head of `common` is untrained.
-            whole = _pooled(scores)
+            whole = _pool(scores)
         elif data.x_test is not None and data.y_test is not None:
             kept.clear()
-            whole = self._scored(data.x_test, data.y_test, kept)
+            whole = self._score(data.x_test, data.y_test, kept)
         elif own:
             kept.clear()
-            whole = _pooled(self._at_sites(common, {}, kept))
+            whole = _pool(self._at_sites(common, {}, kept))
         else:
-            whole = _pooled(scores)
+            whole = _pool(scores)
         sizes = {site.name: float(len(site.y)) for site in self._scene.sites}
         return replace(
             record,
             accuracy=whole.accuracy if whole else None,
             loss=whole.loss if whole else None,
-            metrics={**of_sites(scores, sizes), **self._measured_of(kept)},
+            metrics={**of_sites(scores, sizes), **self._measure_kept(kept)},
             scores=scores,
         )
 
-    def _measured_of(self, kept: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    def _measure_kept(self, kept: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
         if not self._measures or not kept:
             return {}
         outputs, y = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
@@ -133,7 +133,7 @@ class Evaluator:
         for site in self._scene.sites:
             if len(site.y_held):
                 self._model.load(own.get(site.name, common))
-                scores[site.name] = self._scored(site.x_held, site.y_held, kept)
+                scores[site.name] = self._score(site.x_held, site.y_held, kept)
         return scores
 
     def _exact(self, at: Checkpoint) -> SumsBySite:
@@ -151,7 +151,7 @@ class Evaluator:
     def _kernel(self) -> Kernel | PlainKernel:
         return self._scene.workshop.on(self._scene.plan.run.device).bench().kernel
 
-    def _scored(self, x: Tensor, y: Tensor, kept: list[tuple[Tensor, Tensor]]) -> SiteScore:
+    def _score(self, x: Tensor, y: Tensor, kept: list[tuple[Tensor, Tensor]]) -> SiteScore:
         if id(x) not in self._moved:
             self._moved[id(x)] = x.to(self._device), y.to(self._device)
         x, y = self._moved[id(x)]
@@ -188,7 +188,7 @@ def select_judged_labels(scene: SimulationSetup) -> Tensor:
     return torch.cat([site.y_held for site in scene.sites])
 
 
-def _pooled(scores: dict[str, SiteScore]) -> SiteScore | None:
+def _pool(scores: dict[str, SiteScore]) -> SiteScore | None:
     """Return the score on all held-out records together, or None without any."""
     records = sum(score.records for score in scores.values())
     if not records:

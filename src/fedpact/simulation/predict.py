@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedpact.common.errors import DataError, InputError, ModelError, nearest
 from fedpact.common.files import parse_errors
-from fedpact.common.format import counted, format_metric, list_some
+from fedpact.common.format import count_noun, format_metric, list_some
 from fedpact.common.messages import SiteScore
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
@@ -189,7 +189,7 @@ class Predictions:
         return len(self.labels)
 
     def __repr__(self) -> str:
-        count, used = counted(len(self), "record"), int(self.used.sum())
+        count, used = count_noun(len(self), "record"), int(self.used.sum())
         told = f"of {list_some(self.classes, 5)}; " if self.classes else ""
         return f"Predictions({count}, {used} used; {told}.labels, .probabilities)"
 
@@ -295,7 +295,7 @@ class Predictor:
         Raises DataError: another form.
         """
         x, table, _ = self._read(records)
-        return self._staged(x, table)
+        return self._run_stage(x, table)
 
     def _read(self, records: Any) -> tuple[Tensor, Table, RecordForm]:
         """Read records as in the run: x [n, *shape], their table, and the form of its labels.
@@ -330,7 +330,7 @@ class Predictor:
         x = torch.from_numpy(read_numbers(table, form, own.values))
         return x, table, form
 
-    def _staged(self, x: Tensor, table: Table) -> tuple[Tensor, np.ndarray]:
+    def _run_stage(self, x: Tensor, table: Table) -> tuple[Tensor, np.ndarray]:
         sieve, features = table.sieve, self.form.features or table.features
         stage, example = self._stage, torch.zeros(self.form.shape, dtype=x.dtype)
         fits = torch.from_numpy(sieve.good)
@@ -350,7 +350,7 @@ class Predictor:
         try:
             outputs = self._answers(x)
         except Exception as error:
-            x, used = self._taken(x, used, error)
+            x, used = self._take(x, used, error)
             outputs = self._answers(x)
         if target.kind == "number":
             values = np.full(len(used), np.nan)
@@ -374,7 +374,7 @@ class Predictor:
             parts = x.split(_BATCH) if len(x) else [x.new_zeros(0, *x.shape[1:])]
             return torch.cat([self.model(part).double() for part in parts])
 
-    def _taken(self, x: Tensor, used: np.ndarray, error: Exception) -> tuple[Tensor, np.ndarray]:
+    def _take(self, x: Tensor, used: np.ndarray, error: Exception) -> tuple[Tensor, np.ndarray]:
         """Return the records that the model takes one by one, and which of all they are, bool [n].
 
         x: the used ones. Raises `error`, that of all together, if it takes none of them, or each.
@@ -416,7 +416,7 @@ class Predictor:
                 labels = labels_of("labels", "y", labels, form.target.kind, x.ndim)
             table = replace(table, y=labels, labels="names" if named else None)
         y, good = _read_targets(table, x, self.form.classes, form)
-        x, used = self._staged(x, table)
+        x, used = self._run_stage(x, table)
         both = used & good
         if not both.any():
             raise DataError("no record with a label can be used: there is nothing to evaluate")
@@ -426,7 +426,7 @@ class Predictor:
             score = evaluate(self.model, loss, x, torch.from_numpy(y[both]), kept=kept)
         except Exception as error:
             kept.clear()
-            x, both = self._taken(x, both, error)
+            x, both = self._take(x, both, error)
             score = evaluate(self.model, loss, x, torch.from_numpy(y[both]), kept=kept)
         outputs, y = (torch.cat(parts) for parts in zip(*kept, strict=True))
         measures = self.plan.task.measures(classes).items()
@@ -463,9 +463,9 @@ class Predictor:
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                torch.jit.save(self._traced(path, *batch), str(path))
+                torch.jit.save(self._trace_for(path, *batch), str(path))
 
-    def _traced(self, path: Path, two: Tensor) -> Any:
+    def _trace_for(self, path: Path, two: Tensor) -> Any:
         """Return the traced model. Raises ModelError: it cannot be traced for any n."""
         try:
             # With gradients attention would take another way than in the trace's own check.

@@ -79,7 +79,7 @@ class SimulationSetup:
             advise(raw.name, plan.records, raw.x.shape[1:], raw.features, raw.x)
         cache = find_feature_cache(plan, raw) if data is None else None
         plan.initial.check_form(raw.classes, raw.features)
-        raw, dataset, workshop = _tried(plan, raw, cache)
+        raw, dataset, workshop = _try(plan, raw, cache)
         if plan.privacy.unit == "person" and dataset.person is None:
             raise PlanError(
                 f'privacy.unit = "person" with data set {dataset.name}, which does not say whose '
@@ -87,11 +87,11 @@ class SimulationSetup:
                 "add an array called person to an .npz file"
             )
         if partition is None:
-            held = partial(_held, plan, raw) if plan.evaluation.used else None
+            held = partial(_held_out_mask, plan, raw) if plan.evaluation.used else None
             partition = make_partition(dataset, plan.partition, plan.sites, plan.seed, held)
         if plan.partition.validation:
             dataset = replace(dataset, x_test=None, y_test=None)
-        sites = [_used(plan, site) for site in partition.sites(dataset)]
+        sites = [_used_records(plan, site) for site in partition.sites(dataset)]
         check_secure(plan, len(sites))
         terms = plan.terms({site.name: _size(plan, site) for site in sites})
         _warn_of_batch(plan, sites)
@@ -201,7 +201,7 @@ def describe_undeclared_classes(plan: Plan, data: Dataset) -> str:
     )
 
 
-def _held(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
+def _held_out_mask(plan: Plan, raw: Dataset, site: str, part: np.ndarray) -> np.ndarray:
     """Return which of a site's records are held out, bool [n]."""
     chosen, key = torch.from_numpy(part), key_of_seed(plan.seed, site)
     whose = raw.person and [raw.person[i] for i in part.tolist()]
@@ -223,7 +223,7 @@ def load_data(plan: Plan) -> Dataset:
     )
 
 
-def _tried(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Dataset, TrainingSetup]:
+def _try(plan: Plan, raw: Dataset, cache: Path | None) -> tuple[Dataset, Dataset, TrainingSetup]:
     """Return the data set, what is trained on, and the training setup.
 
     Records that the plan or its model does not accept are left out. The two data sets are the same
@@ -261,7 +261,7 @@ def find_feature_cache(plan: Plan, raw: Dataset) -> Path | None:
     return beside(download.cache_dir() / f"{name}-{plan.stage().key(raw.x[0])[:16]}")
 
 
-def _used(plan: Plan, site: SiteRecords) -> SiteRecords:
+def _used_records(plan: Plan, site: SiteRecords) -> SiteRecords:
     """Return the site with at most person_records training records of each person."""
     most = plan.privacy.person_records
     if most is None or site.persons is None:

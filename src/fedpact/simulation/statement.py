@@ -129,7 +129,7 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "initial": plan.initial.describe(),
         "sites_per_round": plan.sites_per_round,
         "covers": _covers(plan, terms, sites, side.form, of_held) if plan.private else [],
-        "does_not_cover": _uncovered(plan, terms, side) if plan.private else [],
+        "does_not_cover": _list_uncovered(plan, terms, side) if plan.private else [],
         "secure_aggregation": secure_terms(plan, sites, terms),
         "evaluation": of_held,
         "sites": each,
@@ -188,7 +188,7 @@ def _covers(
     return [line for line in lines if line]
 
 
-def _uncovered(plan: Plan, terms: Mapping[str, Terms], side: Side) -> list[str]:
+def _list_uncovered(plan: Plan, terms: Mapping[str, Terms], side: Side) -> list[str]:
     """Return the lines on what a private run's guarantee does not cover."""
     most = plan.privacy.person_records
     if plan.privacy.unit == "person":

@@ -70,10 +70,10 @@ class InProcess:
         some = max(1, min(_SOME, _BYTES // longest))
         for name, task in sorted(tasks.items()):
             if len(waiting) >= 2 * some * self._workers:
-                yield from _taken(waiting, some)
+                yield from _take(waiting, some)
             waiting.append(self._pool.submit(self._serve, name, task))
         while waiting:
-            yield from _taken(waiting, some)
+            yield from _take(waiting, some)
 
     def _serve(self, name: str, task: Task) -> Reply | Refusal:
         worker, began = self._free.get(), time.perf_counter()
@@ -84,7 +84,7 @@ class InProcess:
             self._free.put(worker)
 
 
-def _taken(waiting: deque[Future[Reply | Refusal]], some: int) -> Iterator[Reply | Refusal]:
+def _take(waiting: deque[Future[Reply | Refusal]], some: int) -> Iterator[Reply | Refusal]:
     """Yield the first results once the last of them is ready.
 
     Waking up for each would cost a small model's site a tenth of its time.

@@ -141,7 +141,7 @@ class TrainingSetup:
         weights do not fit this model.
         """
         plan = self.plan
-        module = self._drawn(plan.seed)
+        module = self._draw(plan.seed)
         if "head" in plan.settings:
             check_head(module, plan.head, "settings.head")
         check_head(module, plan.local.head)
@@ -149,7 +149,7 @@ class TrainingSetup:
             fill(module, self.start)
         return module
 
-    def _drawn(self, seed: int) -> nn.Module:
+    def _draw(self, seed: int) -> nn.Module:
         plan, kind = self.plan, self.plan.task.target.kind
         check_vocabulary(plan.model, plan.records.vocabulary, self.classes)
         return build(plan.model, self.example, self.classes, seed, plan.logistic, kind)
@@ -197,9 +197,9 @@ class TrainingSetup:
     def _check_own(self) -> None:
         """Check the user's model factory, before anything changes the modules it returns."""
         name, seed = self.plan.model, self.plan.seed
-        one, again = self._drawn(seed), self._drawn(seed)
+        one, again = self._draw(seed), self._draw(seed)
         if self.plan.privacy.mode != "none":
-            self.plan.initial.check_drawn(name, one, self._drawn(seed ^ 1))
+            self.plan.initial.check_drawn(name, one, self._draw(seed ^ 1))
         check_apart(name, one, again)
         self._check_text(one)
         for module in (one, again) if self.start is not None else ():
@@ -235,7 +235,7 @@ class TrainingSetup:
 
     def _reads_ahead(self, text: Tensor) -> bool:
         # Of a module of its own, whose weights are moved.
-        own = self._drawn(self.plan.seed)
+        own = self._draw(self.plan.seed)
         return reads_ahead(own, text, self.plan.records.vocabulary or self.classes)
 
     def check_labels(self, y: Tensor) -> None:

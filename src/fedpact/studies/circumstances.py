@@ -380,7 +380,7 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
             if useful is not None and useful < rounds:
                 best_one = _best(scene, terms, useful, most)
             if useful is not None and useful < now.rounds:
-                kept = _calibrated(scene, terms, replace(now, rounds=useful), useful)
+                kept = _calibrate(scene, terms, replace(now, rounds=useful), useful)
             if kept.snr > best_one.snr and kept.passes <= most:
                 best_one = kept
             cases[key] = {
@@ -401,10 +401,10 @@ def _best(scene: SimulationSetup, terms: Terms, rounds: int, passes: float) -> C
     fixed = terms.history(0, min(terms.openings, rounds))
     alone = plan.privacy.shares_noise or "local_steps" not in type(own).model_fields
     one = best(terms.budget, rounds, passes, fixed, 1 if alone else MOST_STEPS)
-    return _calibrated(scene, terms, one, rounds)
+    return _calibrate(scene, terms, one, rounds)
 
 
-def _calibrated(scene: SimulationSetup, terms: Terms, one: Choice, rounds: int) -> Choice:
+def _calibrate(scene: SimulationSetup, terms: Terms, one: Choice, rounds: int) -> Choice:
     """Return a choice with a site's σ; with distributed noise, the largest of any site."""
     plan, whose = scene.plan, [terms]
     if plan.privacy.shares_noise:
@@ -439,9 +439,7 @@ def _together(scene: SimulationSetup) -> int | None:
     summed = all(mechanism_of(terms.mechanism).summed for terms in scene.terms.values())
     if plan.model not in LINEAR_MODELS or not summed:
         return None
-    each = [
-        _calibrated(scene, t, Choice(1.0, 1.0, rounds, 1), rounds) for t in scene.terms.values()
-    ]
+    each = [_calibrate(scene, t, Choice(1.0, 1.0, rounds, 1), rounds) for t in scene.terms.values()]
     sizes, own = list(scene.sizes.values()), plan.algorithm_settings
     sigmas, weights = [one.sigma for one in each], scene.workshop.size
     sigma = max(sigmas)

@@ -17,7 +17,7 @@ from fedpact.common import check
 from fedpact.common.configuration import key_of
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.files import check_out, write_whole
-from fedpact.common.format import counted as counted_noun
+from fedpact.common.format import count_noun as counted_noun
 from fedpact.common.notebook import Bar, frame, in_notebook
 from fedpact.common.records import strict
 from fedpact.common.run_folder import Folder, find_unused_path

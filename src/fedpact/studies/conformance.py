@@ -38,7 +38,7 @@ FEATURES, CLASSES = 3, 3
 _M = TypeVar("_M", State, Task, Reply)
 
 
-def _sent(message: _M) -> _M:
+def _send(message: _M) -> _M:
     """Return a message after encoding and decoding."""
     return cast(_M, from_bytes(to_bytes(message)))
 
@@ -170,11 +170,11 @@ class HandFederation:
     def replies(self, method: Method, state: State, number: int = 1) -> Iterator[Reply]:
         """Yield a round's replies; all messages are encoded and decoded."""
         for site in self.sites:
-            task = _sent(self.task(method, state, number))
+            task = _send(self.task(method, state, number))
             local = self.local(method, site, task)
-            self.memories[site] = _sent(local.memory)
+            self.memories[site] = _send(local.memory)
             reply = Reply("run", number, site, self.sizes[site], local.vectors, local.numbers)
-            yield _sent(reply)
+            yield _send(reply)
 
     def run(self, method: Method, rounds: int = 3) -> State:
         """Return the server's state after some rounds, starting from w without memory."""
@@ -183,7 +183,7 @@ class HandFederation:
         for number in range(1, rounds + 1):
             replies = self.replies(method, state, number)
             begun = self.begin(state, number) if method.facts.controlled else state
-            state = _sent(method.update(begun, replies))
+            state = _send(method.update(begun, replies))
         return state
 
 
@@ -241,7 +241,7 @@ def check_close(one: Any, other: Any, tolerance: float, what: str) -> None:
         _need(apart <= allowed, f"{what}: {key!r} is {apart:.2g} away, allowed {allowed:.2g}")
 
 
-def released(method: Method) -> set[str]:
+def draw_names(method: Method) -> set[str]:
     """Return the names of a site's draws: "batch", and the noise of every channel."""
     opening = method.facts.opening.channels if method.facts.opening else ()
     return {"batch", *method.facts.channels, *opening}
@@ -388,7 +388,8 @@ def check_empty_site(case: Method, private: bool) -> None:
             _need(not torch.equal(vector, silent.vectors[key]), f"vector {key!r} has no noise")
         drawn = set(bed.drawn["a"])
         _need(
-            drawn == released(case), f"it draws for {sorted(drawn)}, not {sorted(released(case))}"
+            drawn == draw_names(case),
+            f"it draws for {sorted(drawn)}, not {sorted(draw_names(case))}",
         )
 
 
@@ -459,7 +460,7 @@ def check_ledger(case: Method, private: bool) -> None:
                     held.update(dict.fromkeys(entry["purpose"], entry["count"]))
             drawn = bed.drawn[site]
             _need(held == drawn, f"site {site} was charged {dict(held)} and drew {dict(drawn)}")
-            named = released(case)
+            named = draw_names(case)
             _need(held.keys() == named, f"it is charged for {sorted(held)}, not {sorted(named)}")
 
 

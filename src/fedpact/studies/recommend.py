@@ -299,7 +299,7 @@ class _Public:
             "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
             "privacy.epsilon": "; ".join(filter(None, (self._whose(), self._release_told()))),
-            **self._told_of_noise(chosen),
+            **self._explain_noise(chosen),
             "privacy.clip": clip,
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
             "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
@@ -314,7 +314,7 @@ class _Public:
         told = [f"({one.epsilon:g}, {one.delta:g})" if unlike else f"{one.epsilon:g}" for one in of]
         return ", ".join(f"{site} {one}" for site, one in zip(self.names, told, strict=True))
 
-    def _told_of_noise(self, chosen: FullBatch) -> dict[str, str]:
+    def _explain_noise(self, chosen: FullBatch) -> dict[str, str]:
         """Return the reasons for the algorithm with different budgets."""
         if len(set(self.asked.budgets)) == 1:
             return {}

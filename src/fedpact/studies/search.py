@@ -30,7 +30,7 @@ from fedpact.studies.compare import (
     private_runs,
     store,
 )
-from fedpact.studies.sweep import changed, has_key, no_setting
+from fedpact.studies.sweep import change, has_key, no_setting
 
 VALIDATION: Final = 0.2
 """partition.validation of trials whose plan does not set it."""
@@ -150,14 +150,14 @@ def search(
         check_held_out(plans)
     if counted:
         check_countable(plans, range(max(2, seeds)))
-    best = {name: _known(plan, points) for name, plan in plans.items()}
+    best = {name: _keep_known(plan, points) for name, plan in plans.items()}
     tried = dict[str, Mapping[int, RunSummary]]()
     rounds = max(plan.rounds for plan in plans.values())
     steps = rungs(rounds, len(points), halving)
     for number, (length, count) in enumerate(steps, start=1):
         best = {name: of[:count] for name, of in best.items()}
         trials = {
-            name: changed(
+            name: change(
                 plan,
                 {
                     "partition.validation": plan.partition.validation or VALIDATION,
@@ -182,7 +182,7 @@ def search(
         best |= {name: _rank(found, name) for name in trials}
     chosen = {name: dict(of[0]) for name, of in best.items()}
     final = {
-        n: changed(plan, {"partition.validation": 0.0, **chosen[n]}) for n, plan in plans.items()
+        n: change(plan, {"partition.validation": 0.0, **chosen[n]}) for n, plan in plans.items()
     }
     found = compare(final, seeds, out, joining=joining, **how)
     # Every seed's last run was chosen by trials of all seeds, so only the sum of all runs holds.
@@ -191,7 +191,7 @@ def search(
     return store(replace(found, chosen=chosen, counted=[*map(_of_all, costs)]))
 
 
-def _known(plan: Plan, points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _keep_known(plan: Plan, points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the points, each once, without settings that the plan's algorithm does not have."""
     own = [{key: value for key, value in one.items() if has_key(plan, key)} for one in points]
     return [one for i, one in enumerate(own) if one not in own[:i]]

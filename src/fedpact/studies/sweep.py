@@ -102,7 +102,7 @@ def expand_points(
             texts = [f"{key.rpartition('.')[2]}-{value}" for key, value in point.items()]
             parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value" for text in texts]
             entry = free_name(safe_name("-".join([name, *parts])), entries)
-            entries[entry], at[entry] = changed(plan, point), SweepPoint(name, point)
+            entries[entry], at[entry] = change(plan, point), SweepPoint(name, point)
     return entries, at
 
 
@@ -153,7 +153,7 @@ def has_key(plan: Plan, key: str) -> bool:
     return name == key or name in settings_of(plan.algorithm)
 
 
-def changed(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
+def change(plan: Plan, chosen: Mapping[str, Any]) -> Plan:
     """Return a plan with these values (key -> value). Raises PlanError: an invalid one."""
     # Only given keys are kept, so that derived values follow from the swept ones.
     raw = select_given(plan.document(), lambda found: Plan.parse(found).document())

@@ -161,7 +161,7 @@ def test_whitened_features_are_uncorrelated_where_they_vary(tmp_path):
         FeatureSettings(kind="scattering", cells=2), SHAPE, 3, tmp_path
     )._whitening
     found = torch.cat(
-        [raw._mapped(x) for x in dead_leaves(kinds.MADE, SHAPE, 3, 0, MADE // 10).split(64)]
+        [raw._map(x) for x in dead_leaves(kinds.MADE, SHAPE, 3, 0, MADE // 10).split(64)]
     ).double()
     assert torch.allclose(found.mean(0), mean.double(), atol=1e-6)
     covariance = torch.cov((found - mean).T, correction=0)
@@ -207,7 +207,7 @@ def test_scattering_maps_are_the_convolutions_that_its_page_says():
     longest = max(means)
     unscaled = Scattering(1)
     pooled = {}
-    unscaled._pooled = lambda m: pooled.setdefault(len(pooled), m.mean((2, 3), keepdim=True))
+    unscaled._pool = lambda m: pooled.setdefault(len(pooled), m.mean((2, 3), keepdim=True))
     unscaled(x)
     assert torch.allclose(pooled[1].flatten().double(), torch.tensor(means[:8]), atol=1e-6)
     assert torch.allclose(pooled[2].flatten().double(), torch.tensor(means[8:]), atol=1e-6)

@@ -25,7 +25,7 @@ def runs(number):
 
 @pytest.fixture(autouse=True)
 def within():
-    with apart.apart():
+    with apart.in_a_child():
         yield
 
 
@@ -83,7 +83,7 @@ def test_a_child_has_the_modules_of_its_party(tmp_path, monkeypatch):
 
 def test_no_child_outlives_the_block():
     number = process()
-    with apart.apart():
+    with apart.in_a_child():
         pass
     end = time.monotonic() + 30
     while runs(number) and time.monotonic() < end:

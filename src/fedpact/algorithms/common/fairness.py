@@ -238,13 +238,13 @@ class FairOracle(OracleWrapper):
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         if count > 1:
             for batch in self._inner.batches(count - 1, *channels):
-                yield HookedBatch(batch, self._weighted)
+                yield HookedBatch(batch, self._weigh)
         # The iterator is not exhausted, which would close the batch.
         self._source = iter(self._inner.batches(1, *channels, *self._extra))
         self._last = next(self._source)
-        yield HookedBatch(self._last, self._weighted)
+        yield HookedBatch(self._last, self._weigh)
 
-    def _weighted(self, batch: Batch, w: Tensor, weighting: Weighting) -> Tensor:
+    def _weigh(self, batch: Batch, w: Tensor, weighting: Weighting) -> Tensor:
         if weighting != UNIFORM:
             raise InputError(f"weighting is {weighting}: expected none, as the batch has its own")
         return batch.gradient(w, self._weights)

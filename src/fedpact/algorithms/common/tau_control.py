@@ -448,7 +448,7 @@ class Controller:
     def public_numbers(self, task: Task, terms: Terms) -> dict[str, Range]:
         """Return the range of steps that a site's reservation allows after the first round.
 
-        Later replies cannot lower it; see `_left`.
+        Later replies cannot lower it; see `_iterations_left`.
         """
         if task.round != 1:
             return {}
@@ -483,13 +483,13 @@ class Controller:
         after = inner(rest, fold.through(replies))
         averages = raw if self.ali.estimator == "raw" else update_averages
         numbers = averages(own.numbers, fold)
-        left = self._left(own, choice.steps, fold.least_left)
+        left = self._iterations_left(own, choice.steps, fold.least_left)
         if left < tau_site.UNLIMITED / 2:
             numbers["iterations"] = left
         numbers |= {"steps": float(choice.steps), "even": own.numbers["even"] + choice.even}
         return join(State({}, numbers), CONTROL_PREFIX, after)
 
-    def _left(self, own: State, steps: int, said: float) -> float:
+    def _iterations_left(self, own: State, steps: int, said: float) -> float:
         """Return the iterations that are left after a round of `steps`.
 
         said: the minimum that any site reports. After the first round it only counts down: a site

@@ -110,7 +110,7 @@ def build_report(
         # The variance due to noise only, here and below; it is public, as the noise is.
         numbers["length_variance"] = 2 * d * seen.squared_variances / seen.count**2
     pair = _pair(seen, memory)
-    return numbers if pair is None else {**numbers, **_compared(*pair)}
+    return numbers if pair is None else {**numbers, **_compare(*pair)}
 
 
 def build_memory(seen: RecordingOracle) -> State:
@@ -153,7 +153,7 @@ def _pair(seen: RecordingOracle, memory: State) -> tuple[Probe, Probe] | None:
     return Probe(kept["w"], kept["g"], memory.numbers["variance"]), seen.last
 
 
-def _compared(first: Probe, last: Probe) -> Mapping[str, float]:
+def _compare(first: Probe, last: Probe) -> Mapping[str, float]:
     d, both = len(first.g), first.variance + last.variance
     change, moved = last.g - first.g, last.w - first.w
     distance = dot(moved, moved)

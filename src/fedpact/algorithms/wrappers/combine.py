@@ -167,18 +167,18 @@ def _check(part: str, method: Method, used: Mapping[str, Any]) -> None:
     if reason := method.facts.excludes.get(part):
         how = "" if "." in part else f" (--set '{part}={{}}')"
         raise PlanError(
-            f"{_named(part, used)} cannot be combined with algorithm = {method.name!r}: {reason}; "
+            f"{_name(part, used)} cannot be combined with algorithm = {method.name!r}: {reason}; "
             f"leave it out{how} or choose another algorithm"
         )
     for other, reason in CONFLICTS.get(part, {}).items():
         if used[other]:
             raise PlanError(
-                f"{_named(part, used)} cannot be combined with {_named(other, used)}: {reason}; "
+                f"{_name(part, used)} cannot be combined with {_name(other, used)}: {reason}; "
                 "leave one of them out"
             )
 
 
-def _named(part: str, used: Mapping[str, Any]) -> str:
+def _name(part: str, used: Mapping[str, Any]) -> str:
     if used[part] is True:
         return part if " " in part else f"[{part}]"
     return f"{part} = {used[part]!r}"

@@ -67,7 +67,7 @@ _LEVELS = 127
 
 
 class CompressionSettings(BaseModel):
-    """How vectors are encoded, after all protection. A plan replaces "auto" by `settled`."""
+    """How vectors are encoded, after all protection. A plan replaces "auto" by `settle`."""
 
     model_config = FROZEN
     kind: Literal["auto", "none", "float16", "int8", "topk", "grid"] = "auto"
@@ -85,7 +85,7 @@ class CompressionSettings(BaseModel):
                 f"records, and {why_unprotected} adds none: use none, int8, float16 or topk"
             )
 
-    def settled(self, noisy: bool) -> "CompressionSettings":
+    def settle(self, noisy: bool) -> "CompressionSettings":
         """Return what "auto" means. noisy: whether all that leaves sites has gradients' noise.
 
         "grid" adds half a per cent of such noise's variance, and saves seven eighths of the bytes.
@@ -109,7 +109,7 @@ class Compressed(MethodWrapper):
         vectors, numbers = dict[str, Tensor](), dict(local.numbers)
         kept = dict[str, Tensor]()
         for name, vector in local.vectors.items():
-            x = vector - _told(task.vectors, name, vector)
+            x = vector - _get_or_zeros(task.vectors, name, vector)
             if self._kind == "topk":
                 x = x + left.vectors.get(name, 0.0)
             sent, scales = self.encode(name, x, task)
@@ -125,7 +125,7 @@ class Compressed(MethodWrapper):
         """Return the vectors and numbers of a reply by which x [d] is sent under this name."""
         if self._kind == "topk":
             return _largest(name, x, self._keep), {}
-        codes, scale = self._rounded(x, task)
+        codes, scale = self._round(x, task)
         return {name: codes}, {_PREFIX + name: scale}
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
@@ -134,11 +134,11 @@ class Compressed(MethodWrapper):
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
         names = [name for name in reply.vectors if not name.startswith(_PREFIX)]
-        vectors = {name: self._restored(reply, name, told) for name in names}
+        vectors = {name: self._restore(reply, name, told) for name in names}
         numbers = {n: v for n, v in reply.numbers.items() if not n.startswith(_PREFIX)}
         return self.inner.decode_reply(replace(reply, vectors=vectors, numbers=numbers), told)
 
-    def _rounded(self, x: Tensor, task: Task) -> tuple[Tensor, float]:
+    def _round(self, x: Tensor, task: Task) -> tuple[Tensor, float]:
         """Return codes [d] and their scale s >= 0."""
         most = float(x.abs().max()) if x.numel() else 0.0
         if not math.isfinite(most):
@@ -162,7 +162,7 @@ class Compressed(MethodWrapper):
     def _type(self) -> torch.dtype:
         return torch.float16 if self._kind == "float16" else torch.int8
 
-    def _restored(self, reply: Reply, name: str, told: Mapping[str, Tensor]) -> Tensor:
+    def _restore(self, reply: Reply, name: str, told: Mapping[str, Tensor]) -> Tensor:
         if self._kind == "topk":
             # A vector that was not sent is as long as w.
             base = told[name] if name in told else torch.zeros_like(told["w"])
@@ -181,7 +181,7 @@ class Compressed(MethodWrapper):
         return base + x.to(base.dtype)
 
 
-def _told(vectors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+def _get_or_zeros(vectors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     told = vectors.get(name)
     return torch.zeros_like(like) if told is None or told.shape != like.shape else told
 
@@ -355,7 +355,7 @@ class Gridded(MethodWrapper):
 
     def decode_reply(self, reply: Reply, told: Mapping[str, Tensor]) -> Reply:
         if self._up:
-            vectors = {n: _restored(n, block, told) for n, block in reply.vectors.items()}
+            vectors = {n: _restore_block(n, block, told) for n, block in reply.vectors.items()}
             reply = replace(reply, vectors=vectors)
         return self.inner.decode_reply(reply, told)
 
@@ -387,7 +387,7 @@ def _step(weight: tuple[float, float], of_batches: float, of_opening: float) -> 
     return math.sqrt(weight[0] ** 2 * of_batches + weight[1] ** 2 * of_opening) / SHARE_DEVIATION
 
 
-def _restored(name: str, block: Tensor, told: Mapping[str, Tensor]) -> Tensor:
+def _restore_block(name: str, block: Tensor, told: Mapping[str, Tensor]) -> Tensor:
     # A vector that was not sent is as long as w.
     start = told[name] if name in told else torch.zeros_like(told["w"])
     return integers.apply_codes(start, *integers.unpack_codes(block, start.numel()))

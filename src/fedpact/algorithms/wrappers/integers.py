@@ -96,7 +96,7 @@ def quantise(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tenso
     source, base = _at_hand(x), None if start is None else _at_hand(start)
     for kind, largest in _KINDS.items():
         codes = np.empty(len(source), kind)
-        if _filled(codes, source, base, step, largest):
+        if _fill(codes, source, base, step, largest):
             return torch.from_numpy(codes), step
     most = float(np.abs(source if base is None else np.subtract(source, base, dtype=float)).max())
     if not math.isfinite(most):
@@ -104,7 +104,7 @@ def quantise(x: Tensor, step: float, start: Tensor | None = None) -> tuple[Tenso
     return quantise(x, 2 * most / _LARGEST, start)
 
 
-def _filled(
+def _fill(
     codes: NDArray[Any], x: _Floats, start: _Floats | None, step: float, largest: float
 ) -> bool:
     """Write floor((x - start)/step + 1/2) to codes [d]; return False if one exceeds `largest`.
@@ -158,18 +158,18 @@ def unpack_codes(block: Tensor, length: int) -> tuple[Tensor, float]:
     Raises InputError: a malformed block. At most 8 bytes a code are ever decompressed.
     """
     if block.dtype != torch.uint8 or block.dim() != 1 or len(block) <= _STEP.size:
-        raise _malformed(f"a vector of {block.dtype} with the shape {list(block.shape)}")
+        raise _malformed_error(f"a vector of {block.dtype} with the shape {list(block.shape)}")
     data = block.numpy().tobytes()
     (step,), frame = _STEP.unpack_from(data), data[_STEP.size :]
     try:
         told = zstandard.frame_content_size(frame)
         if length < 1 or told % length or not 1 <= told // length <= _LONGEST_CODE:
-            raise _malformed(f"a frame that says it holds {told} bytes, for {length} numbers")
+            raise _malformed_error(f"a frame that says it holds {told} bytes, for {length} numbers")
         raw = _own.decompressor.decompress(frame, max_output_size=told, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise _malformed(f"a frame that zstd cannot read ({error})") from None
+        raise _malformed_error(f"a frame that zstd cannot read ({error})") from None
     if len(raw) != told:
-        raise _malformed(f"a frame of {len(raw)} bytes that says it holds {told}")
+        raise _malformed_error(f"a frame of {len(raw)} bytes that says it holds {told}")
     count = told // length
     size = 1 << (count - 1).bit_length()
     flat = np.zeros((length, size), np.uint8)
@@ -189,7 +189,7 @@ def _parts(length: int) -> Iterator[slice]:
     return (slice(start, start + _PART) for start in range(0, length, _PART))
 
 
-def _malformed(what: str) -> InputError:
+def _malformed_error(what: str) -> InputError:
     return InputError(
         f"{what} came instead of a block of integers: check that both ends run the same version"
     )

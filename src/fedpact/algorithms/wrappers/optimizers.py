@@ -175,9 +175,9 @@ class _Moving(OracleWrapper):
     def batches(self, count: int, *channels: str) -> Iterator[Batch]:
         for batch in self._inner.batches(count, *channels):
             self._done += 1
-            yield HookedBatch(batch, self._moved)
+            yield HookedBatch(batch, self._move)
 
-    def _moved(self, batch: Batch, w: Tensor, weighting: Weighting) -> Tensor:
+    def _move(self, batch: Batch, w: Tensor, weighting: Weighting) -> Tensor:
         """Return f(n) m for the gradient [d] at w."""
         gradient = batch.gradient(w, weighting)
         if self._local.momentum:
@@ -284,7 +284,7 @@ class ServerOptimised(MethodWrapper):
         own, rest = split_state(state, _SERVER)
         after = self.inner.update(rest, replies)
         w = rest.vectors["w"]
-        vectors, step = self._stepped(own, after.vectors["w"] - w)
+        vectors, step = self._step(own, after.vectors["w"] - w)
         numbers = dict(own.numbers)
         if "round" in numbers:
             numbers["round"] += 1
@@ -292,7 +292,7 @@ class ServerOptimised(MethodWrapper):
         after = State({**after.vectors, "w": w + step}, after.numbers)
         return join(State(vectors, numbers), _SERVER, after)
 
-    def _stepped(self, own: State, delta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _step(self, own: State, delta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return the optimiser's next vectors, and its step [d] for Δ [d]."""
         server, momentum = self._server, own.vectors["momentum"]
         if server.optimiser == "momentum":

@@ -88,16 +88,18 @@ class Released(MethodWrapper):
         if task.round:
             return self.inner.public_numbers(_without(task), terms)
         noise = 0.0 if terms.columns is None else column_scales.deviation(terms.columns)
-        return {name: nearly(value) for name, value in self._said(noise, terms.size).items()}
+        return {
+            name: nearly(value) for name, value in self._numbers_to_send(noise, terms.size).items()
+        }
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
         if task.round:
             return self.inner.local(_without(task), oracle, memory)
         found = oracle.columns()
-        said = self._said(found.noise, found.size)
+        said = self._numbers_to_send(found.noise, found.size)
         return Local({_MEANS: said[_PART] * found.means}, said, memory)
 
-    def _said(self, noise: float, size: float) -> dict[str, float]:
+    def _numbers_to_send(self, noise: float, size: float) -> dict[str, float]:
         """Return the numbers sent with the means. noise: the deviation in the sums. size: N_i."""
         quiet = self._quiet(self.count) if noise else 0.0
         part = column_scales.site_weight(noise, quiet)

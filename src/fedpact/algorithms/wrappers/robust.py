@@ -45,18 +45,18 @@ def fold_replies(
     Those are left out with which the update raises or is not finite. If no reply can be used, the
     outcome is that with all replies: a state that is not finite, or the exception.
     """
-    after, why = _tried(method, state, replies)
+    after, why = _try(method, state, replies)
     if after is not None:
         return after, {}
     good, blamed = list[Reply](), dict[str, str]()
     for reply in replies:
-        alone, why = _tried(method, state, [reply])
+        alone, why = _try(method, state, [reply])
         if alone is None:
             blamed[reply.site] = why
         else:
             good.append(reply)
     while good:
-        after, why = _tried(method, state, good)
+        after, why = _try(method, state, good)
         if after is not None:
             return after, blamed
         worst = max(good, key=_largest)
@@ -112,7 +112,7 @@ class Tally:
         self.refused[site] = "rejected: update"
 
 
-def _tried(method: Method, state: State, replies: Sequence[Reply]) -> tuple[State | None, str]:
+def _try(method: Method, state: State, replies: Sequence[Reply]) -> tuple[State | None, str]:
     """Return the next state; or None and the reason."""
     try:
         after = method.update(state, iter(replies))
@@ -176,17 +176,17 @@ class Robust(MethodWrapper):
         # The median leaves one or two values of each coordinate; no trimming goes further.
         cut = (n - 1) // 2 if self._rule == "median" else min(self._liars, (n - 1) // 2)
         vectors: Mapping[str, Tensor] = {
-            name: _trimmed(torch.stack([reply.vectors[name] for reply in replies]), cut)
+            name: _trim(torch.stack([reply.vectors[name] for reply in replies]), cut)
             for name in first.vectors
         }
         numbers = {
-            name: float(_trimmed(torch.tensor([r.numbers[name] for r in replies]).double(), cut))
+            name: float(_trim(torch.tensor([r.numbers[name] for r in replies]).double(), cut))
             for name in first.numbers
         }
         return replace(first, vectors=vectors, numbers=numbers, weight=1.0)
 
 
-def _trimmed(values: Tensor, cut: int) -> Tensor:
+def _trim(values: Tensor, cut: int) -> Tensor:
     """Return the mean over the first axis of values [n, ...] without `cut` at either end."""
     ordered = values.sort(dim=0).values
     return ordered[cut : len(values) - cut].mean(dim=0)

@@ -26,7 +26,7 @@ _DIGITS = 256  # bytes by which a message may exceed earlier ones, as numbers ha
 _log = logging.getLogger("fedpact.server")
 
 
-def _shared(included: Mapping[str, int], task: Callable[[int], Task]) -> dict[str, Task]:
+def _latest_tasks(included: Mapping[str, int], task: Callable[[int], Task]) -> dict[str, Task]:
     """Return each site's task, by the last round that it was included in.
 
     Sites that get the same content share one Task, which is then encoded and hashed once.
@@ -88,7 +88,7 @@ class RoundTasks:
                 return DeltaTask(*content, changes=short)
             return Task(*content)
 
-        return _shared(included, task)
+        return _latest_tasks(included, task)
 
     def _rounds_left(self, at: Checkpoint) -> float:
         """Return how many more rounds the budget of bytes allows."""
@@ -170,4 +170,4 @@ class HeldOutQuestions:
         # If sites have their own models, the task says which reply the site's model belongs to.
         own, sites = self.method.has_own_models, self.transport.sites
         last = {site: at.included.get(site, -1) if own else -1 for site in sites}
-        return _shared(last, lambda of: Task(self.run, at.round, EVALUATION, vectors, {}, of))
+        return _latest_tasks(last, lambda of: Task(self.run, at.round, EVALUATION, vectors, {}, of))

@@ -97,11 +97,11 @@ def account(
     budget, spent = (left.budget, left.spent) if left else (budget, {})
     answers = [_solve(q, sigma, steps, budget, delta, spent, *way, per_person) for way in ways]
     if tuned is not None:
-        answers = [answer | {"tuned": _tuned(answer, tuned)} for answer in answers]
+        answers = [answer | {"tuned": _count_trials(answer, tuned)} for answer in answers]
     adjacency = ADJACENCY_BY_UNIT[left.unit if left else "record"]
     document = {
         **{"solved_for": solved, "adjacency": adjacency, "covers": _covers(left, joint)},
-        **({"ledger": _described(left, joint)} if left else {}),
+        **({"ledger": _describe(left, joint)} if left else {}),
         **({"results": answers} if every else answers[0]),
     }
     show(document, as_json, lambda: _print(document, answers, per_person))
@@ -154,7 +154,7 @@ def _check_options(
         )
 
 
-def _described(left: Remaining, joint: bool) -> dict[str, Any]:
+def _describe(left: Remaining, joint: bool) -> dict[str, Any]:
     told = ("site", "runs", "epsilon_reserved", "delta_reserved", "condition")
     return {key: getattr(left, key) for key in told} | {"combined": "joint" if joint else "apart"}
 
@@ -237,7 +237,7 @@ def _finite(epsilon: float) -> float | None:
     return epsilon if math.isfinite(epsilon) else None
 
 
-def _tuned(answer: dict[str, Any], runs: int) -> dict[str, Any]:
+def _count_trials(answer: dict[str, Any], runs: int) -> dict[str, Any]:
     from fedpact.privacy.accounting.accountant import SampledGaussian
     from fedpact.privacy.accounting.tuning_cost import as_document, count_trials
 

@@ -24,7 +24,7 @@ from fedpact.cli.reference import check_keys
 from fedpact.common import check
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, check_out, write_whole
-from fedpact.common.format import counted as counted_noun
+from fedpact.common.format import count_noun as counted_noun
 from fedpact.common.format import duration, headline_metric
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class _News:
             self.failed += news.failed is not None
             said = "FAILED: " + news.failed if news.failed else "ended"
             style = "red" if news.failed is not None else None
-            self._console.print(f"{name}: {said}{self._left()}", style=style)
+            self._console.print(f"{name}: {said}{self._time_left()}", style=style)
             return
         if news.joining is not None:
             site, at, of = news.joining
@@ -191,7 +191,7 @@ class _News:
             self._told[news.job, what] = now
             self._console.print(f"{name}: {what} {told}")
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         if not self._ended < self._total:
             return ""
         each = (time.monotonic() - self._began) / self._ended

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fedpact.cli.console import AsJson, group, plain_console, show
 from fedpact.common.errors import DataError
-from fedpact.common.format import counted
+from fedpact.common.format import count_noun
 from fedpact.common.notebook import print_table
 
 _MADE: Final = "made, not read"
@@ -99,8 +99,8 @@ def verify(
     bad = [f"{name}/{file}" for name in found for file, s in found[name].items() if s != "ok"]
     if bad:
         raise DataError(
-            f"{counted(len(bad), 'file')} in {download.data_dir()} missing, or different from the "
-            f"published ones: {', '.join(bad)}; fetch them with `fedpact data download`"
+            f"{count_noun(len(bad), 'file')} in {download.data_dir()} missing, or different from "
+            f"the published ones: {', '.join(bad)}; fetch them with `fedpact data download`"
         )
 
 
@@ -128,7 +128,7 @@ def download(
     def tell() -> None:
         for name, new in fetched.items():
             plain_console().print(
-                f"{name}: {counted(len(new), 'file')} fetched into {download.data_dir() / name}"
+                f"{name}: {count_noun(len(new), 'file')} fetched into {download.data_dir() / name}"
             )
 
     show({"directory": str(download.data_dir()), "fetched": fetched}, as_json, tell)

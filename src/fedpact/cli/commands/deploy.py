@@ -15,7 +15,7 @@ from rich.console import Console
 from fedpact.cli.console import AsJson, Config, Overrides, group, plain_console, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import DataError, FedpactError
-from fedpact.common.format import counted, upper
+from fedpact.common.format import count_noun, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def _tell_next(
 ) -> None:
     """Print what was written, and what is left to do. tries: whether `up` can try it here."""
     plain_console().print(
-        f"{directory}: run {federation.run}, {counted(len(federation.sites), 'site')}, server at "
-        f"{federation.address}. Read {directory / 'README.md'} next"
+        f"{directory}: run {federation.run}, {count_noun(len(federation.sites), 'site')}, server "
+        f"at {federation.address}. Read {directory / 'README.md'} next"
         + (
             f"; `fedpact deploy up {quote(str(directory))}` tries it on this machine."
             if tries
@@ -221,11 +221,11 @@ def status(directory: Where, as_json: AsJson = False) -> None:
     """Show which parties run, the round, and what each site has spent."""
     from fedpact.deployment import local
 
-    found = {**local.inspect_deployment(directory), "released": _released(directory)}
+    found = {**local.inspect_deployment(directory), "released": _list_released(directory)}
     show(found, as_json, lambda: _print(found))
 
 
-def _released(directory: Path) -> list[str]:
+def _list_released(directory: Path) -> list[str]:
     """Return the released figures, and how they compare with the most frequent class.
 
     Empty at a site.
@@ -313,7 +313,7 @@ def _approve_all(sites: Sequence[Path], yes: bool) -> None:
         plain_console().print(signatures.describe(where))
     if waiting and not yes:
         typer.confirm(
-            f"Approve this for {counted(len(waiting), 'site')} as {getuser()}?", abort=True
+            f"Approve this for {count_noun(len(waiting), 'site')} as {getuser()}?", abort=True
         )
     for where in waiting:
         signatures.approve(where, getuser())
@@ -354,7 +354,7 @@ def _follow(directory: Path, here: local.Parties) -> None:
             f"{local.last_log_lines(directory, local.SERVER)}; see "
             f"{directory / 'server' / 'log.txt'}"
         )
-    _print({**found, "released": _released(directory)})
+    _print({**found, "released": _list_released(directory)})
 
 
 def _print(found: dict[str, Any]) -> None:

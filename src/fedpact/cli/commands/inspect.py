@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import DataError, FedpactError
-from fedpact.common.format import counted, duration, number, percent, upper
+from fedpact.common.format import count_noun, duration, number, percent, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def print_check(found: SiteCheck) -> None:
         out.print(f"problem: {problem}", style="red")
     ready = "ready to start"
     if found.approvals:
-        ready += f", after {counted(found.approvals, 'more approval')}: `fedpact deploy approve`"
+        ready += f", after {count_noun(found.approvals, 'more approval')}: `fedpact deploy approve`"
     bad = bool(found.problems)
     out.print("cannot start" if bad else ready, style="red" if bad else "green")
     out.print("Exact figures of this site's records, for its owner only; none of them is sent.")
@@ -187,15 +187,15 @@ def print_cost(found: SiteCheck) -> None:
     if found.seconds is not None:
         out.print(
             f"time: about {duration(found.seconds)} per round on this machine "
-            f"({counted(found.steps, 'step')}), plus {_MESSAGE_SECONDS} s for each site's "
-            f"messages; at most {counted(found.rounds, 'round')}"
+            f"({count_noun(found.steps, 'step')}), plus {_MESSAGE_SECONDS} s for each site's "
+            f"messages; at most {count_noun(found.rounds, 'round')}"
         )
 
 
 def _line(found: SiteCheck) -> str:
-    persons = "" if found.persons is None else f" of {counted(found.persons, 'person')}"
+    persons = "" if found.persons is None else f" of {count_noun(found.persons, 'person')}"
     out = found.records - found.used
     return (
-        f"site {found.site}: {found.used:,} of {counted(found.records, 'record')}{persons} used, "
-        f"{out:,} left out ({percent(out / found.records if found.records else 0.0)})"
+        f"site {found.site}: {found.used:,} of {count_noun(found.records, 'record')}{persons} "
+        f"used, {out:,} left out ({percent(out / found.records if found.records else 0.0)})"
     )

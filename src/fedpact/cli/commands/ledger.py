@@ -11,7 +11,7 @@ from fedpact.cli import console
 from fedpact.cli.console import AsJson, group, plain_console
 from fedpact.common.errors import LedgerError
 from fedpact.common.files import check_file, parse_errors, write_whole
-from fedpact.common.format import counted, upper
+from fedpact.common.format import count_noun, upper
 from fedpact.common.notebook import print_table
 from fedpact.common.records import strict
 
@@ -67,7 +67,7 @@ def verify(
 
 
 def _verdict(path: str, receipt: dict[str, Any]) -> str:
-    entries = counted(receipt["entries"], "entry")
+    entries = count_noun(receipt["entries"], "entry")
     lines = [f"{path}: intact: {entries}, each sealed by the hash of the one before"]
     if receipt["unreadable_last_line"]:
         lines.append(f"  it has {_TORN}")
@@ -109,7 +109,7 @@ def export(
         {"receipt": str(out), "ledgers": len(receipts), "signed": site is not None},
         as_json,
         lambda: plain_console().print(
-            f"receipt of {counted(len(receipts), 'ledger')}, {how}: {out}"
+            f"receipt of {count_noun(len(receipts), 'ledger')}, {how}: {out}"
         ),
     )
 

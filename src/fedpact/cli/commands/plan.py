@@ -13,7 +13,7 @@ from rich.table import Column
 from fedpact.cli.console import AsJson, Config, Overrides, plain_console, show
 from fedpact.cli.reference import check_keys
 from fedpact.common.errors import InputError
-from fedpact.common.format import counted, size, upper
+from fedpact.common.format import count_noun, size, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
@@ -138,9 +138,9 @@ def _message_bytes(scene: SimulationSetup, evaluations: int) -> tuple[int, int]:
         words = told.vectors["w"].new_zeros(scene.workshop.size * secured["bits"] // 8)
         up = {"masked": words.byte()}
     elif method.facts.coded:
-        up = {name: _coded(vector, SHARE_DEVIATION) for name, vector in up.items()}
+        up = {name: _encode(vector, SHARE_DEVIATION) for name, vector in up.items()}
     if plan.compression.kind == "grid":
-        down = {name: _coded(vector, UNITS_DOWN) for name, vector in down.items()}
+        down = {name: _encode(vector, UNITS_DOWN) for name, vector in down.items()}
     task = Task("run", 1, plan.algorithm, down, told.numbers)
     full = Task("run", 1, plan.algorithm, told.vectors, told.numbers)
     inner = method
@@ -159,7 +159,7 @@ def _message_bytes(scene: SimulationSetup, evaluations: int) -> tuple[int, int]:
     return round(whole / rounds), whole
 
 
-def _coded(like: Tensor, units: float) -> Tensor:
+def _encode(like: Tensor, units: float) -> Tensor:
     from fedpact.algorithms.wrappers import integers
     from fedpact.common.randomness.seeded import SeededDraws
 
@@ -177,12 +177,12 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     plan = scene.plan
     out.print(
         f"{plan.algorithm} on {plan.data} with {plan.model} "
-        f"({document['model_parameters']:,} parameters): {counted(len(scene.sites), 'site')}, "
+        f"({document['model_parameters']:,} parameters): {count_noun(len(scene.sites), 'site')}, "
         f"{_rounds(scene, document)}, "
         f"about {size(document['bytes'])} in messages"
     )
     if document["secure_aggregation"]:
-        out.print(_secured(**document["secure_aggregation"]))
+        out.print(_describe_secure(**document["secure_aggregation"]))
     if not plan.private:
         out.print(f"NOT PRIVATE: {plan.why_unprotected}")
         return
@@ -223,11 +223,11 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     sizes = ((terms.budget.delta, terms.size) for terms in scene.terms.values())
     if not plan.noisy_sizes and (too_large := delta_too_large(sizes)):
         out.print(f"WARNING: {too_large}.")
-    moved = _moved(scene)
+    moved = _describe_shift(scene)
     for name, terms in document["sites"].items():
         if (of := terms["columns"]) is not None:
             out.print(
-                f"{name} releases the scales of {counted(len(plan.records.released), 'column')} "
+                f"{name} releases the scales of {count_noun(len(plan.records.released), 'column')} "
                 f"before training: σ {of['sigma']:.4f}, ε {upper(of['epsilon'])} on its own, "
                 f"{plan.privacy.column_share:.3g} of the budget{moved}"
             )
@@ -247,7 +247,7 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
         _print_optimised(out, document["optimised"])
 
 
-def _moved(scene: SimulationSetup) -> str:
+def _describe_shift(scene: SimulationSetup) -> str:
     """Return how far noise shifts the mean of a released column over all sites, in words."""
     from fedpact.privacy.column_scales import mean_noise
 
@@ -255,7 +255,7 @@ def _moved(scene: SimulationSetup) -> str:
     return f"; noise shifts the mean over all sites by {noise:.2g} of half a range"
 
 
-def _secured(threshold: int, sites: int, neighbours: int, against: int, bits: int) -> str:
+def _describe_secure(threshold: int, sites: int, neighbours: int, against: int, bits: int) -> str:
     others = f"{neighbours} of the {sites - 1} others"
     if neighbours == sites - 1:
         others = f"all {neighbours} others, as no smaller graph tolerates more"
@@ -270,13 +270,13 @@ def _rounds(scene: SimulationSetup, document: dict[str, Any]) -> str:
     rounds, total = document["rounds"], document["iterations"]
     if scene.plan.method.facts.controlled:
         return (
-            f"up to {counted(rounds, 'round')} with up to {counted(total, 'iteration')} in total, "
-            "τ adapted during the run"
+            f"up to {count_noun(rounds, 'round')} with up to {count_noun(total, 'iteration')} in "
+            "total, τ adapted during the run"
         )
     part = f"{scene.plan.sites_per_round} in each of " if scene.participants.partial else ""
     return (
-        f"{part}{counted(rounds, 'round')} of "
-        f"{counted(document['iterations_per_round'], 'iteration')}"
+        f"{part}{count_noun(rounds, 'round')} of "
+        f"{count_noun(document['iterations_per_round'], 'iteration')}"
     )
 
 

@@ -15,7 +15,7 @@ import typer
 from fedpact.cli.console import AsJson, plain_console, print_run, show
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, write_whole
-from fedpact.common.format import counted
+from fedpact.common.format import count_noun
 
 if TYPE_CHECKING:
     from fedpact.api import Result
@@ -87,7 +87,7 @@ def predict(
                 f"--out is {str(out)!r}, which holds the records: the predictions would replace "
                 "them; name another file"
             )
-    found = _asked(run, average, model).predict(records)
+    found = _read_asked(run, average, model).predict(records)
     arrays = out is not None and out.suffix.lower() == ".npz"
     if found.labels.ndim > 1 and not (arrays or (as_json and out is None)):
         raise InputError(
@@ -123,11 +123,11 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a run's model on labelled records: exact figures, for their owner."""
-    score = _asked(run, average, model).evaluate(records)
+    score = _read_asked(run, average, model).evaluate(records)
 
     def tell() -> None:
         plain_console().print(
-            f"{score}, on {counted(score.records, 'record')} that fit the declaration: exact "
+            f"{score}, on {count_noun(score.records, 'record')} that fit the declaration: exact "
             "figures, not private"
         )
 
@@ -145,7 +145,7 @@ def _document(run: RunSummary, path: Path | None) -> dict[str, Any]:
     }
 
 
-def _asked(run: Path, average: bool, model: str | None) -> Result:
+def _read_asked(run: Path, average: bool, model: str | None) -> Result:
     """Return a run's result; tell on stderr if it has an averaged model that is not used."""
     from fedpact.api import load
     from fedpact.common.user_code import own_factory

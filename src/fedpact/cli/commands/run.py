@@ -102,16 +102,16 @@ def extend(
         )
     plan, new = extend_plan(Folder(folder), rounds, epsilon), extended_folder(folder, out)
     carry = partial(carry_on, folder, rounds, epsilon=epsilon, out=new, engine=engine)
-    _shown(plan, new, carry, as_json)
+    _run_and_show(plan, new, carry, as_json)
 
 
 def _carry_out(plan: Plan, folder: Path, engine: str, as_json: bool) -> None:
     from fedpact.api import run as carry_out
 
-    _shown(plan, folder, partial(carry_out, plan, folder, engine=engine), as_json)
+    _run_and_show(plan, folder, partial(carry_out, plan, folder, engine=engine), as_json)
 
 
-def _shown(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool) -> None:
+def _run_and_show(plan: Plan, folder: Path, carry: Callable[..., Result], as_json: bool) -> None:
     """Carry out a run with a progress line, then print its figures.
 
     carry: takes on_round and stop, as `fedpact.run` does.
@@ -168,7 +168,7 @@ class _Live:
         old = self._evaluated != record.round
         fares = self._fares + f" (round {self._evaluated})" * old
         line = f"round {record.round}/{self._plan.rounds}  {fares}  {metrics}"
-        line += f"  {self._privacy(record)}  {size(self._sent)}{self._left(record.round)}"
+        line += f"  {self._privacy(record)}  {size(self._sent)}{self._time_left(record.round)}"
         if self._console.is_terminal:
             self.status.update(Text(line))
         else:
@@ -186,7 +186,7 @@ class _Live:
         each = {site["epsilon"] for site in sites}
         return f"up to {max(each):g}" if len(each) > 1 else f"{max(each):g}"
 
-    def _left(self, done: int) -> str:
+    def _time_left(self, done: int) -> str:
         if done <= self._first:
             self._began = time.perf_counter()
             return ""

@@ -140,10 +140,10 @@ def normals(
     for start in range(0, size, most):
         count = min(most, size - start)
         words = source.words(count + count % 2 if double else (count + 1) // 2)
-        yield slice(start, start + count), from_numpy(_paired(words, dtype, further))[:count]
+        yield slice(start, start + count), from_numpy(_pair(words, dtype, further))[:count]
 
 
-def _paired(words: Words, dtype: torch.dtype, further: Further | None = None) -> Floats:
+def _pair(words: Words, dtype: torch.dtype, further: Further | None = None) -> Floats:
     """Return standard normal numbers [..., n] in the place of uniform words, of 32 bits or of 64.
 
     The first half of a row's words are the lengths of its pairs, the second half their angles.
@@ -162,7 +162,7 @@ def _paired(words: Words, dtype: torch.dtype, further: Further | None = None) ->
     # Half the angle, in [-π/2, π/2): there the tangent gives sine and cosine by divisions alone.
     second -= 1.5
     second *= math.pi
-    return _turned(z, r, twice)
+    return _turn(z, r, twice)
 
 
 def _from_one(words: Words) -> NDArray[np.float64]:
@@ -209,10 +209,10 @@ def _of_31_bits(words: NDArray[np.uint32]) -> Floats:
     np.sqrt(r, out=r)
     # The signed words stand for [-2^31, 2^31): again half the angle, in [-π/2, π/2).
     angles *= np.float32(math.pi * 2.0**-32)
-    return _turned(z, r, twice)
+    return _turn(z, r, twice)
 
 
-def _turned(z: Floats, r: Floats, twice: Floats) -> Floats:
+def _turn(z: Floats, r: Floats, twice: Floats) -> Floats:
     """Write r cos Θ and r sin Θ to the two halves of z, whose second half holds Θ/2."""
     first, second = _halves(z)
     _map("tan", second)

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fedpact.common.check import positive
 from fedpact.common.errors import InputError, PrivacyError
-from fedpact.common.params import on_cpu, sent
+from fedpact.common.params import on_cpu, send
 from fedpact.common.randomness.keystream import CHUNK, KeyStream, Parts, Words, normals
 from fedpact.common.randomness.seeded import Draws, empty
 
@@ -86,14 +86,14 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     scale = positive(sigma=sigma) * (sensitivity + step * math.sqrt(total.numel())) / step
     sums = total.detach()
     if on_cpu(sums):
-        return _added(sums, step, scale, gaussian)
+        return _add(sums, step, scale, gaussian)
     # The noise goes to a GPU, which need not be waited for.
-    noise = _added(torch.zeros(len(sums), dtype=torch.float64), step, scale, gaussian)
+    noise = _add(torch.zeros(len(sums), dtype=torch.float64), step, scale, gaussian)
     release = (sums.double() * (1 / step)).round_().mul_(step)
-    return release.add_(sent(noise, sums.device)).add_(0.0).to(sums.dtype)
+    return release.add_(send(noise, sums.device)).add_(0.0).to(sums.dtype)
 
 
-def _added(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tensor:
+def _add(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tensor:
     """Return step (round(s / step) + round(scale z)) for sums s [d] on the CPU."""
     release = empty(len(sums), sums.dtype)
     source, target = sums.numpy(), release.numpy()
@@ -225,4 +225,4 @@ class SecureDraws(Draws):
     def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
         del step, purpose
         parts = normals(self._own.stream, len(vector), torch.float64, _further)
-        return ((part, sent(z, vector.device)) for part, z in parts)
+        return ((part, send(z, vector.device)) for part, z in parts)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedpact.common.check import positive
 from fedpact.common.errors import PlanError
-from fedpact.common.params import from_numpy, on_cpu, sent
+from fedpact.common.params import from_numpy, on_cpu, send
 from fedpact.common.randomness.keystream import (
     KeyStream,
     Parts,
@@ -76,7 +76,7 @@ class Participants:
         if self.each is None or not self.partial or number == 0:
             return tuple(sorted(self.sites))
         if number not in self._known:
-            self._known[number] = self._drawn(number, self.each)
+            self._known[number] = self._draw(number, self.each)
         return self._known[number]
 
     def rounds(self, last: int) -> Counter[str]:
@@ -112,7 +112,7 @@ class Participants:
     def _known(self) -> dict[int, tuple[str, ...]]:
         return {}
 
-    def _drawn(self, number: int, each: int) -> tuple[str, ...]:
+    def _draw(self, number: int, each: int) -> tuple[str, ...]:
         text = json.dumps([self.seed, "participants", number])
         words = np.frombuffer(hashlib.shake_256(text.encode()).digest(8 * each), "<u8")
         names, count = sorted(self.sites), len(self.sites)
@@ -134,7 +134,7 @@ def round_shares(total: Tensor, unit: float, units: float, noise: Tensor) -> Ten
     return whole.add_(0.5).floor_()
 
 
-def shared(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
+def share(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
     """Return the same, int64 [d], for noise that comes in parts, of float32 or float64."""
     whole = torch.empty_like(total, dtype=torch.int64)
     for part, z in parts:
@@ -198,11 +198,11 @@ class Draws(ABC):
         noise = empty(size, like.dtype)
         for part, z in self._parts(noise, step, purpose):
             noise[part] = z
-        return sent(noise, like.device)
+        return send(noise, like.device)
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
         """Return a sum [d] with a share of noise, rounded to a coarse grid; see `round_shares`."""
-        return shared(total, unit, units, self._parts(total, step, purpose))
+        return share(total, unit, units, self._parts(total, step, purpose))
 
 
 # torch.Generator.get_state(): 24 bytes of counters; the Mersenne Twister's 624 words of 32 bits,

@@ -164,7 +164,7 @@ class Extractor:
         if self._settings.factory:
             return self._backbone.width
         with torch.no_grad():
-            return self._mapped(torch.zeros(1, *self._shape)).shape[1]
+            return self._map(torch.zeros(1, *self._shape)).shape[1]
 
     @property
     def key(self) -> str:
@@ -195,7 +195,7 @@ class Extractor:
             # Compute it once, not in every thread.
             _ = self._whitening if self._settings.whiten else self._tells
             size, parts = _BATCH, _by_threads(self._batch, x.split(_BATCH) if len(x) else ())
-        told = _told(parts, len(x), "records")
+        told = _report(parts, len(x), "records")
         for start, some in zip(range(0, len(x), size), told, strict=True):
             rows = slice(start, start + size)
             good[rows] = some.isfinite().all(1)
@@ -215,19 +215,19 @@ class Extractor:
     def _batch(self, x: Tensor) -> Tensor:
         full = x.new_zeros(_BATCH, *self._shape)
         full[: len(x)] = x
-        found = self._mapped_all(full)
+        found = self._map_all(full)
         if self._settings.whiten:
             mean, whitening = self._whitening
             found = F.normalize(linear(found - mean, whitening))
         return found[: len(x)]
 
     @torch.no_grad()
-    def _mapped_all(self, x: Tensor) -> Tensor:
-        return torch.cat([self._mapped(some) for some in x.split(_AT_ONCE)])
+    def _map_all(self, x: Tensor) -> Tensor:
+        return torch.cat([self._map(some) for some in x.split(_AT_ONCE)])
 
-    def _mapped(self, x: Tensor) -> Tensor:
+    def _map(self, x: Tensor) -> Tensor:
         """Return the maps of records x [B, *shape] as unit rows [B, p]."""
-        x = _scaled(x.reshape(len(x), *self._image))
+        x = _scale(x.reshape(len(x), *self._image))
         maps = self._maps(x)
         if self._settings.mirror:
             twins = self._twins
@@ -256,10 +256,10 @@ class Extractor:
             held = load_tensors(cache_dir() / "whitening" / self.key, key)
         if held is None:
             made = generate_images(MADE, self._image, self._seed)
-            parts = _by_threads(self._mapped_all, (s for part in made for s in part.split(_BATCH)))
-            found = torch.cat([*_told(parts, MADE, "made images, to whiten by")])
+            parts = _by_threads(self._map_all, (s for part in made for s in part.split(_BATCH)))
+            found = torch.cat([*_report(parts, MADE, "made images, to whiten by")])
             self._check_tells(found)
-            held = _whitened_by(found.double())
+            held = _whitening(found.double())
             with suppress(DataError, OSError):
                 store_tensors(cache_dir() / "whitening" / self.key, key, held)
         return held["mean"].clone(), held["whitens'"].clone().T
@@ -268,7 +268,7 @@ class Extractor:
     def _tells(self) -> bool:
         """True if features without whitening differ. Raises ModelError: they do not."""
         made = dead_leaves(MADE, self._image, self._seed, 0, _LOOKED_AT)
-        self._check_tells(self._mapped_all(made))
+        self._check_tells(self._map_all(made))
         return True
 
     def _check_tells(self, found: Tensor) -> None:
@@ -296,7 +296,7 @@ def extractor(settings: str, shape: tuple[int, ...], seed: int, at: Path, own: i
     return Extractor(FeatureSettings.model_validate_json(settings), shape, seed, at)
 
 
-def _whitened_by(found: Tensor) -> dict[str, Tensor]:
+def _whitening(found: Tensor) -> dict[str, Tensor]:
     """Return the mean of features [n, p], float64, which are changed, and the whitening's T."""
     mean = found.mean(0)
     found -= mean
@@ -309,7 +309,7 @@ def _whitened_by(found: Tensor) -> dict[str, Tensor]:
     return {"mean": mean.float(), "whitens'": inverse.float().T}
 
 
-def _told(parts: Iterable[Tensor], count: int, what: str) -> Iterator[Tensor]:
+def _report(parts: Iterable[Tensor], count: int, what: str) -> Iterator[Tensor]:
     told, done = time.monotonic(), 0
     for part in parts:
         done += len(part)
@@ -351,7 +351,7 @@ def _image_shape(settings: FeatureSettings, shape: tuple[int, ...]) -> tuple[int
     return channels, height, width
 
 
-def _scaled(x: Tensor) -> Tensor:
+def _scale(x: Tensor) -> Tensor:
     """Scale images [B, c, h, w], each from its minimum and maximum to 0 and 1."""
     # Halve first, so that the difference does not overflow.
     x = x / 2

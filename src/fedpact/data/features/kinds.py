@@ -71,7 +71,7 @@ def dead_leaves(
     width). Sizes r have a density in proportion to r^-3 between 1 pixel and half the shorter side.
     """
     channels, height, width = shape
-    (ground, number, leaves), some = _drawn(count, shape, seed), slice(start, stop)
+    (ground, number, leaves), some = _draw(count, shape, seed), slice(start, stop)
     rows = torch.arange(height, dtype=torch.float32).view(1, -1, 1)
     columns = torch.arange(width, dtype=torch.float32).view(1, 1, -1)
     images = ground[some].expand(stop - start, channels, height, width).clone()
@@ -89,7 +89,7 @@ def dead_leaves(
 
 
 @lru_cache(maxsize=2)
-def _drawn(
+def _draw(
     count: int, shape: tuple[int, int, int], seed: int
 ) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:
     """Return what draws the images: their ground colours, numbers of leaves [count], and leaves.
@@ -175,11 +175,11 @@ class Patches:
         """Return the maps, each of a record's own; no record has a part in another's."""
         variance = F.conv2d(x.square(), self._box) - F.conv2d(x, self._box).square()
         found = F.conv2d(x, self._bank).div_(variance.clamp_min_(_FLAT**2).sqrt_())
-        above = self._pooled((found - self._threshold).relu_())
-        below = self._pooled(found.neg_().sub_(self._threshold).relu_())
+        above = self._pool((found - self._threshold).relu_())
+        below = self._pool(found.neg_().sub_(self._threshold).relu_())
         return torch.cat([above, below], 1)
 
-    def _pooled(self, maps: Tensor) -> Tensor:
+    def _pool(self, maps: Tensor) -> Tensor:
         """The mean of each cell; rows first, whole ones at a time, which is most of it."""
         height, cells = maps.shape[2], self._cells
         ends = [(i * height // cells, -(-(i + 1) * height // cells)) for i in range(cells)]
@@ -220,17 +220,17 @@ class Scattering:
         between = narrow.reshape(-1, 1, height, width)
         second = _strength(between, self._wide, stride=2)
         pooled = [
-            self._pooled(_filtered(each, self._blur)),
-            self._pooled(narrow),
-            self._pooled(wide),
-            self._pooled(second).reshape(len(each), -1, self._cells, self._cells),
+            self._pool(_filter(each, self._blur)),
+            self._pool(narrow),
+            self._pool(wide),
+            self._pool(second).reshape(len(each), -1, self._cells, self._cells),
         ]
         maps = torch.cat(pooled, 1).view(batch, channels * MAPS, self._cells, self._cells)
         length = maps.square().sum((2, 3), keepdim=True).sqrt()
         least = _FAINT * length.amax(1, keepdim=True)
         return maps / torch.maximum(length, least).clamp_min(1e-12)
 
-    def _pooled(self, maps: Tensor) -> Tensor:
+    def _pool(self, maps: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d(maps, self._cells)
 
 
@@ -257,14 +257,14 @@ def _gaussian(width: float) -> Tensor:
     return (line[:, None] * line / line.sum() ** 2).float()[None, None]
 
 
-def _filtered(x: Tensor, filters: Tensor, stride: int = 1) -> Tensor:
+def _filter(x: Tensor, filters: Tensor, stride: int = 1) -> Tensor:
     side = filters.shape[-1] // 2
     return F.conv2d(F.pad(x, (side, side, side, side), mode="replicate"), filters, stride=stride)
 
 
 def _strength(x: Tensor, filters: Tensor, stride: int = 1) -> Tensor:
     """|x ∗ ψ| of images [n, 1, h, w]: [n, 8, h, w]."""
-    real, imaginary = _filtered(x, filters, stride).chunk(2, 1)
+    real, imaginary = _filter(x, filters, stride).chunk(2, 1)
     return (real.square() + imaginary.square()).sqrt()
 
 
@@ -340,7 +340,7 @@ _OF_FACTORIES: Final = ("weights", "sha256", "trained_on", "seed")
 _SMALLEST_IMAGE: Final = 8
 
 
-def _known(kind: str) -> str:
+def _check_kind(kind: str) -> str:
     if kind != "none" and kind not in FEATURE_KINDS and not _OWN.fullmatch(kind):
         raise ValueError(
             f"{kind!r} is no kind of features: expected one of none, {', '.join(FEATURE_KINDS)}, "
@@ -356,7 +356,7 @@ class FeatureSettings(BaseModel):
     """
 
     model_config = FROZEN
-    kind: Annotated[str, AfterValidator(_known)] = "none"
+    kind: Annotated[str, AfterValidator(_check_kind)] = "none"
     """"none" trains on the records as they are; "scattering", "patches", or your own as
     package.module:factory."""
     cells: int | None = Field(default=None, ge=1, le=64)
@@ -423,11 +423,11 @@ class FeatureSettings(BaseModel):
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
-        own = ("kind", *_own(self.kind))
+        own = ("kind", *_settings_of(self.kind))
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name not in own and value != field.default:
-                kinds = [kind for kind in (*FEATURE_KINDS, _FACTORY) if name in _own(kind)]
+                kinds = [kind for kind in (*FEATURE_KINDS, _FACTORY) if name in _settings_of(kind)]
                 of = " and ".join(kinds)
                 raise ValueError(
                     f"{name} is {value!r} with kind = {self.kind!r}: it is a setting of {of}; "
@@ -441,7 +441,7 @@ class FeatureSettings(BaseModel):
         return self
 
 
-def _own(kind: str) -> tuple[str, ...]:
+def _settings_of(kind: str) -> tuple[str, ...]:
     if kind == "none":
         return ()
     return (*_OF_KINDS, *FEATURE_KINDS[kind].own) if kind in FEATURE_KINDS else _OF_FACTORIES

@@ -25,7 +25,7 @@ from fedpact.common.params import one_thread
 from fedpact.common.user_code import own_factory, read_checked, tensors_of
 from fedpact.data.features.kinds import FeatureSettings
 from fedpact.per_sample.tracing.export import Trace, Untraceable, WithLoss, trace_of
-from fedpact.per_sample.tracing.program import draws, evaluated
+from fedpact.per_sample.tracing.program import draws, evaluate_nodes
 
 _logger = logging.getLogger("fedpact")
 _FORM = "factory(shape) -> nn.Module"
@@ -68,7 +68,7 @@ class Backbone:
                 "call the module once"
             )
         whole = WithLoss(module.eval(), self._numbers)
-        self._trace = self._traced(whole, shape)
+        self._trace = self._trace_for(whole, shape)
         held = whole.tensors() | self._trace.constants
         self._given = {
             name: held[target].detach().clone()
@@ -88,7 +88,7 @@ class Backbone:
             if kind == "record":
                 given[name] = x if target == "x" else x.new_zeros(1)
         with one_thread(), torch.no_grad():
-            found = evaluated(self._trace.nodes, given)[self._trace.result]
+            found = evaluate_nodes(self._trace.nodes, given)[self._trace.result]
         values = found.reshape(-1).double().numpy()
         exponent = np.frexp(np.abs(values).max())[1]
         return torch.from_numpy(np.ldexp(values, -exponent)).float()
@@ -108,7 +108,7 @@ class Backbone:
             )
         return found.flatten(1)
 
-    def _traced(self, whole: WithLoss, shape: tuple[int, ...]) -> Trace:
+    def _trace_for(self, whole: WithLoss, shape: tuple[int, ...]) -> Trace:
         x = torch.zeros(1, *shape)
         try:
             trace = trace_of(whole, x, torch.zeros(1), 1)

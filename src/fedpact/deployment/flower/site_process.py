@@ -50,7 +50,7 @@ def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
     that was told. Raises NotLetIn; FedpactError: the site has stopped.
     """
     key, address = keys.read_private_key(directory / "site.key"), site.federation.address
-    known, let_in = _known(directory), False
+    known, let_in = _read_node(directory), False
     pause = min(_MOST_PAUSE_SECONDS, len(site.federation.sites) / _LOOKS_PER_SECOND)
     link = FleetLink(address, tls(directory), key, _most_bytes(site))
     try:
@@ -72,9 +72,9 @@ def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
             if not site.ending:  # after the end of the run the server goes
                 tell(f"the connection to the server has ended: {error}")
         elif isinstance(error, httpx.HTTPStatusError):
-            raise NotLetIn(_refused(site, error.response)) from None
+            raise NotLetIn(_explain_refusal(site, error.response)) from None
         elif isinstance(error, httpx.HTTPError | ssl.SSLError):
-            raise NotLetIn(_unreached(address, directory, str(error))) from None
+            raise NotLetIn(_explain_unreached(address, directory, str(error))) from None
         elif isinstance(error, ValueError):
             raise NotLetIn(
                 f"the server at {address} gives an answer that Flower cannot read ({error}): see "
@@ -92,14 +92,14 @@ def _most_bytes(site: Site) -> int:
     return flower_records.most_bytes(site.longest_question, len(site.federation.sites))
 
 
-def _known(directory: Path) -> int | None:
+def _read_node(directory: Path) -> int | None:
     # A number that cannot be read is one that is not known.
     with suppress(OSError, ValueError):
         return int((directory / NODE).read_bytes())
     return None
 
 
-def _refused(site: Site, response: httpx.Response) -> str:
+def _explain_refusal(site: Site, response: httpx.Response) -> str:
     address = site.federation.address
     ahead = _seconds_ahead(response)
     if ahead is not None and not -_BEHIND_SECONDS < ahead < _AHEAD_SECONDS:
@@ -133,7 +133,7 @@ def _seconds_ahead(response: httpx.Response) -> float | None:
     return (datetime.datetime.now(datetime.UTC) - there).total_seconds()
 
 
-def _unreached(address: str, directory: Path, why: str) -> str:
+def _explain_unreached(address: str, directory: Path, why: str) -> str:
     if "ALERT" in why or "EOF" in why:
         return (
             f"the server at {address} hangs up on this site's key ({why}): its federation.toml has "
@@ -179,7 +179,7 @@ def reply_to_record(site: Site, key: ec.EllipticCurvePrivateKey, record: RecordD
         told = "unsigned task refused" if block else "asked for its name"
         reply = to_bytes(Refusal("", 0, site.name, "unsigned"))
     elif agreed != site.agreed:
-        reply, told = _disagreed(site, block)
+        reply, told = _refuse_terms(site, block)
     else:
         reply, told = answer(site, block, seen)
     seconds = time.perf_counter() - began
@@ -189,7 +189,7 @@ def reply_to_record(site: Site, key: ec.EllipticCurvePrivateKey, record: RecordD
     return flower_records.to_record(reply, keys.sign(key, f"reply of {site.name}", reply))
 
 
-def _disagreed(site: Site, block: bytes) -> tuple[bytes, str]:
+def _refuse_terms(site: Site, block: bytes) -> tuple[bytes, str]:
     """Return the refusal of a question under other terms, and what to write into the site's log."""
     try:
         question = from_bytes(block, site.most_vectors)

@@ -316,7 +316,7 @@ class FlowerTransport:
             # Late or repeated, so not used; but its charge is spent.
             whose = site or owed_by
             if whose is not None and not failed:
-                self._look(this, whose, self._opened(whose, message))
+                self._look(this, whose, self._open(whose, message))
             return
         if failed:
             # A site that is asked several times fails as often: log it once.
@@ -324,7 +324,7 @@ class FlowerTransport:
             _log.warning("site %s: Flower reports error %s", site, message.error.code)
             return
         self._slow.in_time(site)
-        answer = self._opened(site, message)
+        answer = self._open(site, message)
         fault = answer if isinstance(answer, str) else self._find_fault(this, site, answer)
         if fault is not None:
             self._reject(this, site, fault)
@@ -348,7 +348,7 @@ class FlowerTransport:
             self._look(this, site, answer)
         return fault
 
-    def _opened(self, site: str, message: Message) -> Answer | str:
+    def _open(self, site: str, message: Message) -> Answer | str:
         try:
             block, signature = flower_records.from_record(message.content)
             if not keys.is_signed(self._keys[site], f"reply of {site}", block, signature):

@@ -102,7 +102,7 @@ def _only(node: Node, at: At, *places: int) -> None:
             raise Mixed(f"operation {node.target} has records in other arguments than its input")
 
 
-def _aligned(node: Node, at: At, args: Iterable[Any]) -> Where:
+def _align(node: Node, at: At, args: Iterable[Any]) -> Where:
     """The common batch dimension of arguments, counted from the last one, -1."""
     found: set[Where] = set()
     for arg in args:
@@ -118,7 +118,7 @@ def _aligned(node: Node, at: At, args: Iterable[Any]) -> Where:
 
 def pointwise(node: Node, at: At) -> Where:
     """Elementwise, with broadcasting."""
-    return _aligned(node, at, node.all_input_nodes)
+    return _align(node, at, node.all_input_nodes)
 
 
 def unreduced(place: int) -> Rule:
@@ -132,7 +132,7 @@ def unreduced(place: int) -> Rule:
     return rule
 
 
-def moved(node: Node, at: At) -> Where:
+def move(node: Node, at: At) -> Where:
     """The same numbers, some of them, or repeated: the shape shows the effect on the batch."""
     where, count = _records_in(node, at)
     if kind_of(node) == "squeeze" and where.dim in _dims(node.args[1], count):
@@ -140,10 +140,10 @@ def moved(node: Node, at: At) -> Where:
     return where
 
 
-def chosen(node: Node, at: At) -> Where:
+def choose(node: Node, at: At) -> Where:
     """The same, at positions that do not depend on the batch size."""
     _only(node, at, 0)
-    return moved(node, at)
+    return move(node, at)
 
 
 def _outside(dims: Callable[[Node, int], Iterable[int]]) -> Rule:
@@ -182,7 +182,7 @@ def in_front(least: int, most: int = 99) -> Rule:
     return rule
 
 
-def regrouped(node: Node, at: At) -> Where:
+def regroup(node: Node, at: At) -> Where:
     """A reshape: the batch keeps the numbers before and after it."""
     where, _ = _records_in(node, at)
     # A reshape keeps the order, so the count of numbers before a record's must not change.
@@ -202,7 +202,7 @@ def regrouped(node: Node, at: At) -> Where:
     raise Mixed(f"operation {node.target} cuts through the batch")
 
 
-def joined(node: Node, at: At) -> Where:
+def join_batches(node: Node, at: At) -> Where:
     """Concatenation of tensors with the same batch dimension."""
     # torch ignores a tensor of shape [0], with which a cache begins.
     tensors = [t for t in cast(Sequence[Node], node.args[0]) if shape_of(t) != [0]]
@@ -217,7 +217,7 @@ def joined(node: Node, at: At) -> Where:
     return where
 
 
-def subtracted(node: Node, at: At) -> Where:
+def subtract(node: Node, at: At) -> Where:
     """Differences of neighbours in a record, also of tensors that are put before and behind."""
     where, count = _records_in(node, at)
     others = [is_size(other) or at(other) != where for other in node.all_input_nodes]
@@ -226,7 +226,7 @@ def subtracted(node: Node, at: At) -> Where:
     return where
 
 
-def interleaved(node: Node, at: At) -> Where:
+def interleave(node: Node, at: At) -> Where:
     """Each entry of a dimension repeated; along the batch's, a record's stay together."""
     where, count = _records_in(node, at)
     dim = argument(node, 2, "dim")
@@ -236,7 +236,7 @@ def interleaved(node: Node, at: At) -> Where:
     return where._replace(inner=where.inner * cast(int, node.args[1]))
 
 
-def indexed(node: Node, at: At) -> Where:
+def index(node: Node, at: At) -> Where:
     """x[:, index], table[x], and x[arange(B), i, ...], which picks in each record by its own i."""
     x = at(node.args[0])
     indices = list(cast(Sequence[Any], node.args[1]))
@@ -249,11 +249,11 @@ def indexed(node: Node, at: At) -> Where:
     if x is not None and not entered and x.dim not in by_place:
         return x
     if x == (x and Where(x.dim)) and isinstance(x and at(by_place.get(x.dim)), RecordNumber):
-        return _aligned(node, at, entered)
+        return _align(node, at, entered)
     raise Mixed(f"operation {node.target} reads along the batch")
 
 
-def selected(node: Node, at: At) -> Where:
+def select(node: Node, at: At) -> Where:
     """index_select within each record, or of records by their own indices."""
     where, _ = _records_in(node, at)
     if node.args[1] == where.dim and isinstance(at(node.args[2]), RecordNumber):
@@ -279,7 +279,7 @@ def overwritten(node: Node, at: At) -> Where:
     return where
 
 
-def scattered(node: Node, at: At) -> Where:
+def scatter_within(node: Node, at: At) -> Where:
     """Numbers picked, set or added within each record, along a dimension other than the batch.
 
     The index must have the batch's length, or it would reach only the first records; index_add has
@@ -294,7 +294,7 @@ def scattered(node: Node, at: At) -> Where:
     return where
 
 
-def contracted(node: Node, at: At) -> Where:
+def contract(node: Node, at: At) -> Where:
     """einsum with the batch under one letter in all operands and in the result."""
     equation = cast(str, node.args[0]).replace(" ", "")
     operands, _, result = equation.partition("->")
@@ -318,10 +318,10 @@ def contracted(node: Node, at: At) -> Where:
 def matmul(node: Node, at: At) -> Where:
     """Matrix products in the last two dimensions; a vector has only one."""
     a, b = node.args[:2]
-    where = _aligned(node, at, [x for x in (a, b) if at(x) is not None][:1])
+    where = _align(node, at, [x for x in (a, b) if at(x) is not None][:1])
     both = at(a) is not None and at(b) is not None
     if both:
-        where = _aligned(node, at, (a, b))
+        where = _align(node, at, (a, b))
     along = -1 if at(a) is not None else -min(2, len(shape_of(b)))
     if where.dim == along or (both and where.dim >= -2):
         raise Mixed(f"operation {node.target} sums over the batch")
@@ -330,13 +330,13 @@ def matmul(node: Node, at: At) -> Where:
 
 def of_matrices(node: Node, at: At) -> Where:
     """Attention, or distances, of [..., T, E]: the batch is before the last two dimensions."""
-    where = _aligned(node, at, node.all_input_nodes)
+    where = _align(node, at, node.all_input_nodes)
     if where.dim >= -2:
         raise Mixed(f"operation {node.target} compares records")
     return where
 
 
-def sampled(node: Node, at: At) -> Where:
+def sample(node: Node, at: At) -> Where:
     """Images [N, C, ...] at points [N, ..., D] of their own."""
     where, _ = _records_in(node, at)
     if where.dim != 0 or at(node.args[1]) != where:
@@ -352,7 +352,7 @@ def on_grid(node: Node, at: At) -> Where:
     return where
 
 
-def padded(node: Node, at: At) -> Where:
+def pad(node: Node, at: At) -> Where:
     """Padding of the last dimensions; by 0 it leaves one as it is."""
     sides = enumerate(cast(Sequence[Any], node.args[1]))
     return within(max((i // 2 + 1 for i, size in sides if size != 0), default=0))(node, at)

@@ -39,12 +39,12 @@ _OF_NUMBERS: Final = names(
 )
 
 
-def _named(rule: Rule, names: str) -> dict[str, Rule]:
+def _by_name(rule: Rule, names: str) -> dict[str, Rule]:
     return {f"aten.{name if '.' in name else name + '.default'}": rule for name in names.split()}
 
 
 RULES: Final[dict[str, Rule]] = {
-    **_named(
+    **_by_name(
         rules.pointwise,
         "relu gelu silu mish tanh sigmoid exp exp2 expm1 log log1p log2 log10 sqrt rsqrt abs neg "
         "sin cos tan asin acos atan sinh cosh erf erfc sign square reciprocal floor ceil round "
@@ -68,81 +68,81 @@ RULES: Final[dict[str, Rule]] = {
         "complex view_as_real view_as_complex asinh atanh erfinv lgamma digamma logit angle sgn "
         "polar _conj logaddexp hypot copysign.Tensor",
     ),
-    **_named(
+    **_by_name(
         rules.unreduced(2), "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss"
     ),
-    **_named(rules.unreduced(3), "binary_cross_entropy"),
-    **_named(rules.unreduced(4), "binary_cross_entropy_with_logits"),
-    **_named(rules.regrouped, "view reshape _unsafe_view flatten.using_ints unflatten.int"),
-    **_named(
-        rules.moved,
+    **_by_name(rules.unreduced(3), "binary_cross_entropy"),
+    **_by_name(rules.unreduced(4), "binary_cross_entropy_with_logits"),
+    **_by_name(rules.regroup, "view reshape _unsafe_view flatten.using_ints unflatten.int"),
+    **_by_name(
+        rules.move,
         "permute transpose.int swapaxes swapdims t numpy_T mT movedim.int movedim.intlist "
         "moveaxis.int moveaxis.intlist expand broadcast_to unsqueeze squeeze.dim "
         "squeeze.dims repeat tile",
     ),
-    **_named(
-        rules.chosen,
+    **_by_name(
+        rules.choose,
         "select.int slice.Tensor split.Tensor split.sizes split_with_sizes chunk "
         "tensor_split.sections unbind.int",
     ),
-    **_named(rules.joined, "cat concat concatenate stack"),
-    **_named(rules.subtracted, "diff"),
-    **_named(rules.overwritten, "slice_scatter select_scatter"),
-    **_named(rules.selected, "index_select"),
-    **_named(rules.along(2, default=None), "roll"),
-    **_named(rules.interleaved, "repeat_interleave.self_int"),
-    **_named(rules.along(2), "fft_fft fft_ifft fft_rfft fft_irfft"),
-    **_named(rules.along(2, default=(-2, -1)), "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"),
-    **_named(rules.along(2, default=None), "fft_fftn fft_ifftn fft_rfftn fft_irfftn"),
-    **_named(
+    **_by_name(rules.join_batches, "cat concat concatenate stack"),
+    **_by_name(rules.subtract, "diff"),
+    **_by_name(rules.overwritten, "slice_scatter select_scatter"),
+    **_by_name(rules.select, "index_select"),
+    **_by_name(rules.along(2, default=None), "roll"),
+    **_by_name(rules.interleave, "repeat_interleave.self_int"),
+    **_by_name(rules.along(2), "fft_fft fft_ifft fft_rfft fft_irfft"),
+    **_by_name(rules.along(2, default=(-2, -1)), "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"),
+    **_by_name(rules.along(2, default=None), "fft_fftn fft_ifftn fft_rfftn fft_irfftn"),
+    **_by_name(
         rules.along(1),
         "narrow unfold flip cumsum cumprod logcumsumexp softmax.int log_softmax.int _softmax "
         "_log_softmax sort cummax cummin glu",
     ),
-    **_named(rules.along(2), "sort.stable topk"),
-    **_named(
+    **_by_name(rules.along(2), "sort.stable topk"),
+    **_by_name(
         rules.along(1, default=None),
         "sum.dim_IntList mean.dim amax amin logsumexp any.dim all.dim argmax argmin any.dims "
         "all.dims count_nonzero.dim_IntList var.correction std.correction var_mean.correction "
         "std_mean.correction var.dim std.dim var_mean.dim std_mean.dim max.dim min.dim median.dim",
     ),
-    **_named(rules.along(2, default=None), "linalg_vector_norm norm.ScalarOpt_dim"),
-    **_named(rules.indexed, "index.Tensor"),
-    **_named(
+    **_by_name(rules.along(2, default=None), "linalg_vector_norm norm.ScalarOpt_dim"),
+    **_by_name(rules.index, "index.Tensor"),
+    **_by_name(
         rules.within(1),
         "linear max_pool1d avg_pool1d adaptive_avg_pool1d multinomial max_pool1d_with_indices "
         "adaptive_max_pool1d stft",
     ),
-    **_named(rules.within(2), "max_pool2d avg_pool2d adaptive_avg_pool2d tril triu"),
-    **_named(rules.within(2), "max_pool2d_with_indices adaptive_max_pool2d pixel_unshuffle"),
-    **_named(rules.within(3), "max_pool3d avg_pool3d adaptive_avg_pool3d pixel_shuffle"),
-    **_named(rules.within(3), "max_pool3d_with_indices adaptive_max_pool3d"),
-    **_named(rules.matmul, "matmul mm bmm mv linalg_matmul"),
-    **_named(rules.scattered, "gather scatter_add scatter.src scatter.value index_add"),
-    **_named(rules.contracted, "einsum"),
-    **_named(rules.of_matrices, "scaled_dot_product_attention cdist"),
-    **_named(rules.sampled, "grid_sampler"),
-    **_named(rules.on_grid, "affine_grid_generator"),
-    **_named(rules.in_front(3, 3), "conv1d conv_transpose1d col2im"),
-    **_named(rules.in_front(4, 4), "conv2d conv_transpose2d.input im2col"),
-    **_named(rules.in_front(5, 5), "conv3d conv_transpose3d.input"),
-    **_named(
+    **_by_name(rules.within(2), "max_pool2d avg_pool2d adaptive_avg_pool2d tril triu"),
+    **_by_name(rules.within(2), "max_pool2d_with_indices adaptive_max_pool2d pixel_unshuffle"),
+    **_by_name(rules.within(3), "max_pool3d avg_pool3d adaptive_avg_pool3d pixel_shuffle"),
+    **_by_name(rules.within(3), "max_pool3d_with_indices adaptive_max_pool3d"),
+    **_by_name(rules.matmul, "matmul mm bmm mv linalg_matmul"),
+    **_by_name(rules.scatter_within, "gather scatter_add scatter.src scatter.value index_add"),
+    **_by_name(rules.contract, "einsum"),
+    **_by_name(rules.of_matrices, "scaled_dot_product_attention cdist"),
+    **_by_name(rules.sample, "grid_sampler"),
+    **_by_name(rules.on_grid, "affine_grid_generator"),
+    **_by_name(rules.in_front(3, 3), "conv1d conv_transpose1d col2im"),
+    **_by_name(rules.in_front(4, 4), "conv2d conv_transpose2d.input im2col"),
+    **_by_name(rules.in_front(5, 5), "conv3d conv_transpose3d.input"),
+    **_by_name(
         rules.in_front(3),
         "upsample_nearest1d.vec upsample_linear1d.vec upsample_nearest2d.vec "
         "upsample_bilinear2d.vec upsample_bicubic2d.vec upsample_nearest3d.vec "
         "upsample_trilinear3d.vec channel_shuffle",
     ),
-    **_named(rules.padded, "pad constant_pad_nd reflection_pad1d reflection_pad2d"),
-    **_named(rules.padded, "replication_pad1d replication_pad2d"),
-    **_named(rules.layer_norm, "layer_norm rms_norm"),
-    **_named(rules.in_front(2), "group_norm"),
-    **_named(rules.frozen_norm, "batch_norm"),
-    **_named(rules.instance_norm, "instance_norm"),
-    **_named(rules.embedding, "embedding searchsorted.Tensor"),
-    **_named(rules.chosen, "bucketize.Tensor"),
-    **_named(rules.one_hot, "one_hot"),
-    **_named(rules.classes, "cross_entropy_loss nll_loss_nd nll_loss nll_loss2d"),
-    **_named(rules.recurrent, "lstm.input gru.input rnn_tanh.input rnn_relu.input"),
+    **_by_name(rules.pad, "pad constant_pad_nd reflection_pad1d reflection_pad2d"),
+    **_by_name(rules.pad, "replication_pad1d replication_pad2d"),
+    **_by_name(rules.layer_norm, "layer_norm rms_norm"),
+    **_by_name(rules.in_front(2), "group_norm"),
+    **_by_name(rules.frozen_norm, "batch_norm"),
+    **_by_name(rules.instance_norm, "instance_norm"),
+    **_by_name(rules.embedding, "embedding searchsorted.Tensor"),
+    **_by_name(rules.choose, "bucketize.Tensor"),
+    **_by_name(rules.one_hot, "one_hot"),
+    **_by_name(rules.classes, "cross_entropy_loss nll_loss_nd nll_loss nll_loss2d"),
+    **_by_name(rules.recurrent, "lstm.input gru.input rnn_tanh.input rnn_relu.input"),
 }
 """By the operation's name."""
 

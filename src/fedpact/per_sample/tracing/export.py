@@ -32,7 +32,7 @@ from fedpact.per_sample.tracing.record_safety import by_argument, follow, unsafe
 from fedpact.per_sample.tracing.replacements import STANDS_FOR, TRACED_AS
 from fedpact.per_sample.tracing.trace_context import (
     WritableDropout,
-    announced,
+    announce,
     state_kept,
     while_tracing,
 )
@@ -111,7 +111,7 @@ class WithLoss(nn.Module):
         vars(self)["after"] = self.tensors()
         return losses
 
-    def replaced(self, given: Mapping[str, Tensor]) -> str | None:
+    def find_replaced(self, given: Mapping[str, Tensor]) -> str | None:
         """The name of a tensor that differs from the given one."""
         now: dict[str, Tensor] = vars(self).pop("after")
         return next((n for n in {*now, *given} if now.get(n) is not given.get(n)), None)
@@ -151,14 +151,14 @@ def trace_of(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
 
 
 def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
-    slow = announced(_SLOW, whole.model, _PATIENCE, logging.WARNING)
+    slow = announce(_SLOW, whole.model, _PATIENCE, logging.WARNING)
     with slow, while_tracing(whole.model, whole.loss), warnings.catch_warnings():
         # Torch's warnings about its tracer. Other threads' warnings may be lost meanwhile.
         warnings.simplefilter("ignore")
-        trace = _recorded(whole, x, y, batch, functional=False)
+        trace = _record(whole, x, y, batch, functional=False)
         if any(map(_changes, trace.graph.nodes)):
             _check_writes(whole, trace)
-            trace = _recorded(whole, x, y, batch, functional=True)
+            trace = _record(whole, x, y, batch, functional=True)
     _detach_without_grad(trace.graph)
     _pool_before_relu(trace.graph)
     _take_first_of_equal(trace.graph)
@@ -167,7 +167,7 @@ def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
         node.target = cast(Any, STANDS_FOR.get(node.target, node.target))
         if _changes(node):
             raise Untraceable(f"{node.target} changes a tensor in place")
-        if not _known(node):
+        if not _is_known(node):
             # Transformations of functions and the like would run other code.
             raise Untraceable(f"{node.target} is no operation on tensors")
     if (why := unsafe(trace.nodes, trace.entered)) is not None:
@@ -175,9 +175,7 @@ def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
     return trace
 
 
-def _recorded(
-    whole: WithLoss, x: Tensor, y: Tensor, batch: int | None, *, functional: bool
-) -> Trace:
+def _record(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None, *, functional: bool) -> Trace:
     """Run model and loss on synthetic records. functional: replace in-place operations.
 
     Raises Untraceable.
@@ -207,7 +205,7 @@ def _recorded(
         given = dict(zip(held, tensors, strict=True))
         with WritableDropout() if functional else nullcontext():
             losses = torch.func.functional_call(whole, given, (x, y))
-        if (name := whole.replaced(given)) is not None:
+        if (name := whole.find_replaced(given)) is not None:
             raise Untraceable(f"a pass changes {_own_name(name)}")
         return losses
 
@@ -360,7 +358,7 @@ def _changes(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _known(node: Node) -> bool:
+def _is_known(node: Node) -> bool:
     """Whether a node is an operation on tensors, or arithmetic of the batch's size."""
     if node.op != "call_function":
         return node.op == "placeholder"

@@ -24,7 +24,7 @@ def pick_within_records(graph: Graph) -> None:
     for node in list(graph.nodes):
         if _picks_one(node):
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_picked_one(graph, *node.args))
+                node.replace_all_uses_with(_pick_one(graph, *node.args))
         if (found := _flat_index(node)) is None:
             continue
         rows, number, shape, own, steps, more = found
@@ -50,7 +50,7 @@ def _picks_one(node: Node) -> bool:
     return str(shape_of(node)[0]) == str(mask.shape[0]) and _size(node) == 1
 
 
-def _picked_one(graph: Graph, x: Any, index: Any) -> Node:
+def _pick_one(graph: Graph, x: Any, index: Any) -> Node:
     (mask,) = index
     count = _call(graph, _aten.sum.dim_IntList, mask, [1])
     place = _call(graph, _aten.argmax.default, _call(graph, _aten.to.dtype, mask, torch.int64), 1)

@@ -16,8 +16,8 @@ from fedpact.common.errors import InputError, ModelError
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, check_unwritten, model_name
 from fedpact.per_sample.clipping import SHORTEST
-from fedpact.per_sample.tracing.keyed_draws import expected, without_fused_draws
-from fedpact.per_sample.tracing.trace_context import announced
+from fedpact.per_sample.tracing.keyed_draws import expect_means, without_fused_draws
+from fedpact.per_sample.tracing.trace_context import announce
 
 # The difference between two summation orders, relative to a record's gradient.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -101,8 +101,8 @@ def check_separation(tried: _Tried, x: Tensor, y: Tensor) -> None:
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
     module, x, y = tried.model.module, x[:_MOST].clone(), y[:_MOST]
-    slow = announced(_SLOW, module, _PATIENCE, logging.INFO)
-    with slow, without_fused_draws(tried.model), expected():
+    slow = announce(_SLOW, module, _PATIENCE, logging.INFO)
+    with slow, without_fused_draws(tried.model), expect_means():
         before, version = _state(module), x._version
         tried.summed(x, y, math.inf, tried.model.vector.new_ones(len(x)))
         _check_state(module, before)
@@ -162,7 +162,7 @@ def _check_each(tried: _Tried, x: Tensor, y: Tensor) -> Tensor:
     for j, (norm, error) in enumerate(zip(norms, errors, strict=True)):
         # A gradient of 0 requires 0; the negated comparison also refuses NaN.
         most = _TOLERANCE[tried.model.vector.dtype] * max(norm, 1e-3 * max(norms))
-        if not error <= most and not error <= most + _moved(tried, x, y, j):
+        if not error <= most and not error <= most + _tolerance(tried, x, y, j):
             raise _mixing(tried, "what a record adds to a batch", x, y)
     return torch.tensor(norms, dtype=torch.float64)
 
@@ -183,12 +183,12 @@ def _check_large(tried: _Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
     most = 100 * _TOLERANCE[error.dtype] * _LARGE * clip
     found = _norm(error)
     if not found <= most:
-        moved = sum(float(c[j]) * _moved(tried, x, y, j) for j in range(len(x)))
+        moved = sum(float(c[j]) * _tolerance(tried, x, y, j) for j in range(len(x)))
         if not found <= most + moved:
             raise _mixing(tried, f"the sum over a batch of {_LARGE}", x, y)
 
 
-def _moved(tried: _Tried, x: Tensor, y: Tensor, j: int) -> float:
+def _tolerance(tried: _Tried, x: Tensor, y: Tensor, j: int) -> float:
     """The tolerance for rounding in the gradient of record j.
 
     It is three times the change for a record at a distance of 10^-6, in float32. It is large only

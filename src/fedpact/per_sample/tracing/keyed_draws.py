@@ -4,7 +4,8 @@ That generator belongs to the process, so neither runs nor threads would be repr
 record's numbers follow from the step's key and from that record, x and y. They do not depend on its
 slot or on other records, so at each step the model is a deterministic function of single records.
 Numbers that belong to no record, such as one factor for a whole pass, follow from the key alone.
-`expected` replaces every number by its mean, so that dropout does nothing while a model is checked.
+`expect_means` replaces every number by its mean, so that dropout does nothing while a model is
+checked.
 """
 
 import hashlib
@@ -164,7 +165,7 @@ class KeyedDraws(TorchDispatchMode):
             return self._by_chances(args[0], args[-1])
         if name == "normal" and (tensors or (not sized and func.overloadpacket is _aten.normal)):
             around = args[0] + 0 * args[1]
-            return args[0] + args[1] * self._made(torch.empty_like(around), "normal")
+            return args[0] + args[1] * self._fill(torch.empty_like(around), "normal")
         if name not in _DRAWN_BY or tensors or "out" in named:
             raise ModelError(
                 f"the model draws random numbers by {func}, of which it is not known that how many "
@@ -179,25 +180,25 @@ class KeyedDraws(TorchDispatchMode):
             into = cast(Tensor, cast(Any, torch).empty(args[-1], **named))
         else:
             into = torch.empty_like(args[0], **named)
-        return self._made(into, _DRAWN_BY[name], *more)
+        return self._fill(into, _DRAWN_BY[name], *more)
 
     def _by_chances(self, x: Tensor, chance: Tensor) -> Tensor:
         drawn = chance
         if self.numbers is not None:
-            drawn = (self._made(torch.empty_like(chance), "uniform") < chance).to(chance.dtype)
+            drawn = (self._fill(torch.empty_like(chance), "uniform") < chance).to(chance.dtype)
         return drawn.clone() if x is chance else x.copy_(drawn)
 
     def _as_native_dropout(self, x: Tensor, p: float, train: bool | None = True) -> Any:
         if train is False:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        kept = self._made(torch.empty_like(x), "bernoulli", 1 - p)
+        kept = self._fill(torch.empty_like(x), "bernoulli", 1 - p)
         return x * (kept / max(1 - p, 1e-30)), kept.bool()
 
     def _as_rrelu_with_noise(
         self, x: Tensor, noise: Tensor, low: float = 1 / 8, high: float = 1 / 3, *_: Any
     ) -> Tensor:
         """For plain passes: torch's draws only for negative numbers; a trace uses another."""
-        slopes = self._made(torch.empty_like(x), "uniform", low, high)
+        slopes = self._fill(torch.empty_like(x), "uniform", low, high)
         return x * noise.copy_(torch.where(x < 0, slopes, 1))
 
     def _as_randperm(self, count: int, **how: Any) -> Tensor:
@@ -213,14 +214,14 @@ class KeyedDraws(TorchDispatchMode):
     def _as_multinomial(self, p: Tensor, count: int, again: bool = False) -> Tensor:
         """Indices [..., count] drawn by weights p [..., K], with or without replacement."""
         if not again or count == 1:
-            waiting = self._made(torch.empty_like(p), "exponential")
+            waiting = self._fill(torch.empty_like(p), "exponential")
             return (p / waiting).topk(count).indices
         below = p.cumsum(-1)
-        at = self._made(p.new_empty(*p.shape[:-1], count), "uniform")
+        at = self._fill(p.new_empty(*p.shape[:-1], count), "uniform")
         found = torch.searchsorted(below, at * below[..., -1:])
         return found.clamp_max(p.shape[-1] - 1)
 
-    def _made(self, into: Tensor, method: str, *more: Any) -> Tensor:
+    def _fill(self, into: Tensor, method: str, *more: Any) -> Tensor:
         """Write numbers over a tensor: each record's from its own generator."""
         if self.numbers is None:
             return into.fill_(_mean(method, *more))
@@ -295,7 +296,7 @@ def without_fused_draws(model: FlatModel) -> Generator[None]:
 
 @contextmanager
 def drawing(numbers: PassNumbers | None) -> Generator[None]:
-    """Let `drawn` draw from these numbers; within `expected` it still takes means.
+    """Let `draw_by_key` draw from these numbers; within `expect_means` it still takes means.
 
     None: from the generator of seed 0, for no record.
     """
@@ -313,7 +314,7 @@ def numbers_at_hand() -> PassNumbers | None:
 
 
 @contextmanager
-def expected() -> Generator[None]:
+def expect_means() -> Generator[None]:
     """Replace each random number of this thread's operations by its mean."""
     before = _own.still
     _own.still = True
@@ -324,7 +325,9 @@ def expected() -> Generator[None]:
         _own.still = before
 
 
-def drawn(op: Callable[..., Any], where: Where | None = None, name: str = "") -> Callable[..., Any]:
+def draw_by_key(
+    op: Callable[..., Any], where: Where | None = None, name: str = ""
+) -> Callable[..., Any]:
     """Return an operation that draws the thread's numbers; see `drawing`.
 
     where: the batch dimension of its draws; None: it draws for no record, in a pass the same

@@ -14,7 +14,7 @@ from fedpact.per_sample.products import FILLED
 from fedpact.per_sample.tracing.batch_rules import Where, kind_of
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.export import WithLoss, trace_of
-from fedpact.per_sample.tracing.keyed_draws import drawn
+from fedpact.per_sample.tracing.keyed_draws import draw_by_key
 from fedpact.per_sample.tracing.record_safety import by_argument
 from fedpact.per_sample.tracing.replacements import DONE_AS
 
@@ -64,11 +64,13 @@ class Program:
         """Whether a pass draws random numbers."""
         return any(map(draws, self.nodes))
 
-    def given_to(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
+    def placeholders_of(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the tensors of the placeholders among nodes that no record enters."""
-        return {node.name: self.given(node.name) for node in nodes if node.op == "placeholder"}
+        return {
+            node.name: self.placeholder(node.name) for node in nodes if node.op == "placeholder"
+        }
 
-    def given(self, name: str) -> Tensor:
+    def placeholder(self, name: str) -> Tensor:
         """Return the tensor of a placeholder other than records'."""
         kind, target = self._inputs[name]
         if kind == "constant":
@@ -80,19 +82,19 @@ class Program:
         """Return the placeholders' tensors, with the records x, y."""
         of = {"x": x.detach(), "y": y.detach()}
         return {
-            name: of[target] if kind == "record" else self.given(name)
+            name: of[target] if kind == "record" else self.placeholder(name)
             for name, (kind, target) in self._inputs.items()
         }
 
     def losses(
         self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor], done: _Done | None = None
     ) -> Tensor:
-        """The losses [B] at the weights, by the model's names. done: as of `evaluated`."""
+        """The losses [B] at the weights, by the model's names. done: as of `evaluate_nodes`."""
         trained = {name: weights[own] for name, own in self.trained.items()}
-        return evaluated(self.nodes, self.values(x, y) | trained, done)[self.result]
+        return evaluate_nodes(self.nodes, self.values(x, y) | trained, done)[self.result]
 
 
-def evaluated(
+def evaluate_nodes(
     nodes: list[Node], values: Mapping[str, Tensor], done: _Done | None = None
 ) -> dict[Node, Any]:
     """The values of nodes in order, from those of the placeholders among them.
@@ -117,7 +119,7 @@ def operation(node: Node, where: Where | None = None) -> Callable[..., Any]:
     found = DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
     if (filled := FILLED.get(kind_of(node))) is not None and not node.kwargs:
         found = partial(filled, found)
-    return drawn(found, where, node.name) if draws(node) else found
+    return draw_by_key(found, where, node.name) if draws(node) else found
 
 
 def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:

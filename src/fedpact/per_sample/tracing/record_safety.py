@@ -101,7 +101,7 @@ def follow(nodes: Iterable[Node], records: Iterable[str]) -> set[Node]:
 
 def unsafe(nodes: Sequence[Node], entered: set[Node]) -> str | None:
     """The reason why an operation is not safe for records; None if all are safe."""
-    counted = _counted(nodes)
+    counted = _counts(nodes)
     for node in nodes:
         kind = _kind(node)
         values = {argument.name: value for argument, value in by_argument(node)}
@@ -139,7 +139,7 @@ def _pools_padding(node: Node, values: dict[str, Any]) -> bool:
     return any(pad and step > size for size, pad, step in dims)
 
 
-def _counted(nodes: Iterable[Node]) -> set[Node]:
+def _counts(nodes: Iterable[Node]) -> set[Node]:
     """The nodes that are Python numbers derived from a record (the batch size is not)."""
     batch, found = set[Any](), set[Node]()
     for node in nodes:

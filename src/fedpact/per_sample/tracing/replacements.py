@@ -43,7 +43,7 @@ def _lstm(of_x: Tensor, of_h: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, 
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
-def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
+def _take_along(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
     """take_along_dim; torch's can be traced only for one batch size."""
     if dim is None:
         return x.flatten().gather(0, index.flatten())
@@ -54,24 +54,24 @@ def _taken(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
     return x.gather(dim, index.expand(sizes))
 
 
-def _copied(into: Tensor, source: Tensor, *_: Any) -> Tensor:
+def _copy(into: Tensor, source: Tensor, *_: Any) -> Tensor:
     """torch's copy has no derivative."""
     return source.expand(into.shape).to(into.dtype)
 
 
-def _typed_as(x: Tensor, like: Tensor, *_: Any) -> Tensor:
+def _to_type_of(x: Tensor, like: Tensor, *_: Any) -> Tensor:
     return x.to(like.device, like.dtype)
 
 
-def _shaped_as(x: Tensor, like: Tensor) -> Tensor:
+def _to_shape_of(x: Tensor, like: Tensor) -> Tensor:
     return x.reshape(like.shape)
 
 
-def _expanded_as(x: Tensor, like: Tensor, **_: Any) -> Tensor:
+def _expand_to(x: Tensor, like: Tensor, **_: Any) -> Tensor:
     return x.expand(like.shape)
 
 
-def _spelled(equation: str, tensors: Sequence[Tensor], **_: Any) -> Any:
+def _spell_out(equation: str, tensors: Sequence[Tensor], **_: Any) -> Any:
     """An einsum with a letter for each dimension in the place of dots, and with its result."""
     terms, arrow, out = equation.replace(" ", "").partition("->")
     if arrow and "." not in equation:
@@ -87,7 +87,7 @@ def _spelled(equation: str, tensors: Sequence[Tensor], **_: Any) -> Any:
     return torch.einsum(f"{','.join(spelt)}->{out.replace('...', free)}", list(tensors))
 
 
-def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def _add(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta c + alpha a b; c is not looked at where beta is 0."""
     c = c if beta == 1 else c * beta if beta else torch.zeros_like(c)
     return torch.add(c, a @ b, alpha=alpha)
@@ -118,7 +118,7 @@ def _attention(
     return torch.dropout(scores.softmax(-1), dropout, dropout > 0) @ v
 
 
-def _sorted(x: Tensor, *args: Any, stable: bool | None = None, **named: Any) -> Any:  # noqa: ARG001
+def _sort(x: Tensor, *args: Any, stable: bool | None = None, **named: Any) -> Any:  # noqa: ARG001
     """Sorting along the batch: unchanged, as for a single record, with the records' own indices.
 
     So rows that a model sorts by length, and restores afterwards, stay in place.
@@ -129,7 +129,7 @@ def _sorted(x: Tensor, *args: Any, stable: bool | None = None, **named: Any) -> 
     return x, torch.arange(x.shape[0], device=x.device)
 
 
-def _counted(start: Any, end: Any, step: int = 1, **_: Any) -> Any:
+def _count_up(start: Any, end: Any, step: int = 1, **_: Any) -> Any:
     """arange(0, B T, T) as arange(B) times T, the other way to write it."""
     if type(end) is not torch.SymInt or start != 0 or type(step) is not int or step < 2:
         return NotImplemented
@@ -165,7 +165,7 @@ def embedding_bag(*args: Any, **named: Any) -> Any:
 
 def _order(*args: Any, **named: Any) -> Any:
     """The same for argsort."""
-    found = _sorted(*args, **named)
+    found = _sort(*args, **named)
     return found if found is NotImplemented else found[1]
 
 
@@ -177,7 +177,7 @@ def _put(x: Tensor, indices: Sequence[Any], value: Tensor, accumulate: bool = Fa
     return torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x)
 
 
-def _written(op: Any, x: Tensor, part: Tensor, dim: int = 0, *place: Any, **named: Any) -> Any:
+def _write_pairs(op: Any, x: Tensor, part: Tensor, dim: int = 0, *place: Any, **named: Any) -> Any:
     """A write into complex numbers, as pairs of real ones: torch's has no derivative there."""
     if not x.is_complex():
         return NotImplemented
@@ -214,11 +214,11 @@ def _recurrent(x: Tensor, hx: Any, *settings: Any, **_: Any) -> tuple[Tensor, ..
     return out, *(torch.empty_like(state) for state in states)
 
 
-def _normalised(x: Tensor, *_: Any) -> Tensor:
+def _normalise(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _padded_by_name(
+def _pad_by_name(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -238,7 +238,7 @@ def _padded_by_name(
     return run(x, weight, bias, stride, sides, dilation, groups)
 
 
-def _convolved(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tensor:
     """A convolution: on one thread torch chooses an algorithm by whether a batch has 16 records."""
     if x.dim() != weight.dim():
         raise ValueError("a convolution of one record, without a batch")
@@ -264,9 +264,9 @@ _COMPOSED: Final = names(
 """Operations that torch makes of others, which the table knows."""
 
 _SHAPES: Final[dict[Any, Callable[..., Any]]] = {
-    **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default), _convolved),
+    **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default), _convolve),
     **dict.fromkeys(RECURRENT, _recurrent),
-    **dict.fromkeys((_aten.group_norm.default, _aten.layer_norm.default), _normalised),
+    **dict.fromkeys((_aten.group_norm.default, _aten.layer_norm.default), _normalise),
 }
 
 
@@ -283,27 +283,27 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.gru_cell.default: _cell(gru_step),
     _aten.rnn_tanh_cell.default: _cell(lambda of_x, of_h, _: torch.tanh(of_x + of_h)),
     _aten.rnn_relu_cell.default: _cell(lambda of_x, of_h, _: torch.relu(of_x + of_h)),
-    _aten.take_along_dim.default: _taken,
-    _aten.copy.default: _copied,
-    _aten.einsum.default: _spelled,
+    _aten.take_along_dim.default: _take_along,
+    _aten.copy.default: _copy,
+    _aten.einsum.default: _spell_out,
     _aten.bilinear.default: _bilinear,
-    **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _added),
+    **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _add),
     # Of the second tensor they read the form alone, not the records.
-    _aten.type_as.default: _typed_as,
-    _aten.to.other: _typed_as,
-    _aten.view_as.default: _shaped_as,
-    _aten.reshape_as.default: _shaped_as,
-    _aten.expand_as.default: _expanded_as,
-    _aten.arange.start_step: _counted,
+    _aten.type_as.default: _to_type_of,
+    _aten.to.other: _to_type_of,
+    _aten.view_as.default: _to_shape_of,
+    _aten.reshape_as.default: _to_shape_of,
+    _aten.expand_as.default: _expand_to,
+    _aten.arange.start_step: _count_up,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.index_put.default: _put,
     **{
-        op: partial(_written, op)
+        op: partial(_write_pairs, op)
         for op in (_aten.slice_scatter.default, _aten.select_scatter.default)
     },
     _aten._native_batch_norm_legit_no_training.default: _frozen_batch_norm,
     **dict.fromkeys(
-        (_aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding), _padded_by_name
+        (_aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding), _pad_by_name
     ),
     _aten.max.other: torch.maximum,
     _aten.min.other: torch.minimum,
@@ -314,7 +314,7 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
         for op in (getattr(several, name) for name in several.overloads())
         if not op._schema.is_mutable
     },
-    **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sorted),
+    **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sort),
     **dict.fromkeys((_aten.argsort.default, _aten.argsort.stable), _order),
     **{op: _stand_in(op) for op in _SHAPES},
 }
@@ -345,7 +345,7 @@ def _quotient(a: Tensor, b: Any, *, rounding_mode: str | None) -> Tensor:
     return torch.where(minus, -found, found)
 
 
-def _sampled(x: Tensor, grid: Tensor, *settings: Any) -> Tensor:
+def _sample(x: Tensor, grid: Tensor, *settings: Any) -> Tensor:
     """x [B, C, ...] at the points of grid [B, ..., D], NaN where a point is NaN or far too large.
 
     torch's may read out of bounds there.
@@ -356,7 +356,7 @@ def _sampled(x: Tensor, grid: Tensor, *settings: Any) -> Tensor:
     return torch.where(good.unsqueeze(1), found, torch.nan)
 
 
-def _filled(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _fill_with(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """An uninitialised tensor, filled so that it contains no earlier data."""
     made = make(*args, **kwargs)
     return made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 0)
@@ -388,10 +388,10 @@ DONE_AS: Final[dict[Any, Callable[..., Any]]] = {
             _aten.grid_sampler_2d.default,
             _aten.grid_sampler_3d.default,
         ),
-        _sampled,
+        _sample,
     ),
     **{
-        make: partial(_filled, make)
+        make: partial(_fill_with, make)
         for make in (
             _aten.empty.memory_format,
             _aten.empty_like.default,

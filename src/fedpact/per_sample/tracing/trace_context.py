@@ -33,7 +33,7 @@ _logger = logging.getLogger("fedpact")
 
 
 @contextmanager
-def announced(words: str, module: nn.Module, seconds: float, level: int) -> Generator[None]:
+def announce(words: str, module: nn.Module, seconds: float, level: int) -> Generator[None]:
     """Log what is being done with a model if it takes longer than so many seconds."""
     timer = threading.Timer(seconds, _logger.log, (level, words, model_name(module)))
     timer.daemon = True
@@ -100,8 +100,8 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     own = {id(s): s for s in scopes if s and not str(s.get("__name__")).startswith("torch.")}
     ours: list[tuple[Any, str, Any]] = [
         (transformer, _detect_is_causal_mask.__name__, _causal),
-        (FakeTensor, "tolist", _listed),
-        (FakeTensor, "__getitem__", _picked),
+        (FakeTensor, "tolist", _list),
+        (FakeTensor, "__getitem__", _pick),
         (FakeTensor, "data", property(torch.Tensor.detach, _set_data)),
         (F, "embedding_bag", embedding_bag),
         (F, "affine_grid", _grid),
@@ -185,7 +185,7 @@ def _causal(_: Any, is_causal: bool | None = None, *__: Any, **___: Any) -> bool
     return is_causal is True
 
 
-def _listed(of: Tensor) -> Any:
+def _list(of: Tensor) -> Any:
     """Return the tensor itself for a list of one number for each record, as of lengths."""
     return of if isinstance(_size(of), torch.SymInt) else NotImplemented
 
@@ -196,7 +196,7 @@ def _set_data(of: Tensor, value: Tensor) -> None:
         raise RuntimeError("a pass changes a tensor by its .data")
 
 
-def _picked(of: Tensor, index: Any) -> Any:
+def _pick(of: Tensor, index: Any) -> Any:
     """x[..., n] by a number n that is a tensor: torch's own would ask for its value."""
     parts: list[Any] = [*cast(Any, index)] if isinstance(index, tuple) else [index]
     numbers = [

@@ -22,7 +22,7 @@ _idle: Final = list["_Child"]()
 
 
 @contextmanager
-def apart() -> Generator[None]:
+def in_a_child() -> Generator[None]:
     """Within the block functions that are `separable` run in a child process.
 
     scipy and dp-accounting take 70 MB, which end with the child: it ends when it has not been asked
@@ -37,7 +37,7 @@ def apart() -> Generator[None]:
 
 
 def separable(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a module's function run in a child process within `apart`."""
+    """Have a module's function run in a child process within `in_a_child`."""
 
     @wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> R:

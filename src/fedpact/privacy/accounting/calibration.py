@@ -129,15 +129,15 @@ def largest_rate(
 
 def round_up(value: float) -> float:
     """Return the least number of six digits that is not below a value > 0."""
-    return _rounded(value, ROUND_CEILING)
+    return _round(value, ROUND_CEILING)
 
 
 def round_down(value: float) -> float:
     """Return the greatest number of six digits that is not above a value > 0."""
-    return _rounded(value, ROUND_FLOOR)
+    return _round(value, ROUND_FLOOR)
 
 
-def _rounded(value: float, how: str) -> float:
+def _round(value: float, how: str) -> float:
     # The nearest float to a decimal above (below) a float is not below (above) that float.
     return float(Context(prec=_DIGITS, rounding=how).create_decimal_from_float(value))
 

@@ -96,7 +96,7 @@ class _Order:
             lower = (_FAR - math.log(self._usable)) / c
             above = (heights[larger] - orders[larger] * most / 2 + _FAR) / (orders[larger] - c)
             window = max(lower, float(above[np.isfinite(above)][:8].min(initial=8 * lower)))
-            found = self._integrated(c, float(bounds[place]), window)
+            found = self._integrate(c, float(bounds[place]), window)
             if found > _GAIN * proven:
                 return min(proven, found)
             proven = found
@@ -110,7 +110,7 @@ class _Order:
     def _about(self, c: float) -> float:
         return sum(r.count * r.about(c) for r in self._releases)
 
-    def _integrated(self, c: float, most: float, window: float) -> float:
+    def _integrate(self, c: float, most: float, window: float) -> float:
         proven, guess = math.inf, max(most, 1e-3 / c)
         for _ in range(4):
             # An additional N(μ²/2, μ²) adds μ² (c + 1)/2 to ε, about.
@@ -347,13 +347,13 @@ def _moments(nodes: _Nodes, step: float, side: int) -> tuple[FloatArray, FloatAr
     for first in range(0, len(nodes.losses), _BLOCK):
         losses = nodes.losses[first : first + _BLOCK]
         weights = nodes.weights[first : first + _BLOCK]
-        fine = _turned(np.outer(np.arange(side), step * losses))
-        coarse = _turned(np.outer(np.arange(side), side * step * losses)) * weights
+        fine = _turn(np.outer(np.arange(side), step * losses))
+        coarse = _turn(np.outer(np.arange(side), side * step * losses)) * weights
         total += coarse @ fine.T + coarse.sum(axis=1)[:, None] + (fine @ weights)[None, :]
     total += nodes.moment
     return total.real, total.imag
 
 
-def _turned(angle: FloatArray) -> NDArray[np.complex128]:
+def _turn(angle: FloatArray) -> NDArray[np.complex128]:
     """Return e^(i angle) - 1."""
     return -2 * np.sin(angle / 2) ** 2 + 1j * np.sin(angle)

@@ -75,7 +75,7 @@ def pld_epsilon(terms: Sequence[Term], delta: float) -> float:
         return 0.0
     terms = [round_up_term(*term) for term in terms]
     loud = [term for term in terms if term[1] >= _LEAST_SIGMA]
-    found = _found(terms, delta)
+    found = _find(terms, delta)
     return found if len(loud) == len(terms) else min(found, _with_faint(terms, loud, delta))
 
 
@@ -83,7 +83,7 @@ def _at_full_rate(terms: Sequence[Term], delta: float) -> float:
     return gaussian.gaussian_epsilon(math.hypot(*(math.sqrt(t) / s for _, s, t in terms)), delta)
 
 
-def _found(terms: Sequence[Term], delta: float) -> float:
+def _find(terms: Sequence[Term], delta: float) -> float:
     if is_resolved(terms, delta):
         return _by_library(terms, delta)
     found = math.inf
@@ -103,7 +103,7 @@ def _by_library(terms: Sequence[Term], delta: float) -> float:
         return math.inf
     try:
         with np.errstate(all="ignore"):
-            value = _composed(terms, grid_step(terms), usable)
+            value = _compose(terms, grid_step(terms), usable)
     except (OverflowError, ValueError, MemoryError):
         return math.inf
     return value if value >= 0 else math.inf
@@ -158,26 +158,26 @@ def is_resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS)
     return grid_step(terms, fineness) <= math.sqrt(variance / count) / fineness
 
 
-def _composed(terms: Sequence[Term], interval: float, delta: float) -> float:
+def _compose(terms: Sequence[Term], interval: float, delta: float) -> float:
     total: _Distribution | None = None
     for q, sigma, count in terms:
         one = _single(q, sigma, interval)
-        many = _repeated(one, count)
+        many = _repeat(one, count)
         total = many if total is None else total.compose(many)
     if total is None or float(total.get_delta_for_epsilon(0.0)) <= delta:
         return 0.0
     return float(total.get_epsilon_for_delta(delta))
 
 
-def _repeated(one: _Distribution, count: int) -> _Distribution:
+def _repeat(one: _Distribution, count: int) -> _Distribution:
     """Compose in blocks: the library's bounds on a sum's tails are tight for few terms only."""
     if count == 1:
         return one
     if count <= _BLOCK:
         return one.self_compose(count)
     blocks, rest = divmod(count, _BLOCK)
-    many = _repeated(one.self_compose(_BLOCK), blocks)
-    return many.compose(_repeated(one, rest)) if rest else many
+    many = _repeat(one.self_compose(_BLOCK), blocks)
+    return many.compose(_repeat(one, rest)) if rest else many
 
 
 @lru_cache(maxsize=32)

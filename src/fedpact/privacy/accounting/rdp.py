@@ -54,7 +54,7 @@ def renyi(q: float, sigma: float, orders: tuple[float, ...] = ORDERS) -> FloatAr
 
 @lru_cache(maxsize=4096)
 def _renyi(q: float, sigma: float, orders: tuple[float, ...]) -> FloatArray:
-    a = _checked(orders)
+    a = _check(orders)
     with np.errstate(all="ignore"):
         # ε falls with σ: a larger one is priced as the largest whose square is a number.
         sigma = min(sigma, _LARGEST_SIGMA)
@@ -68,7 +68,7 @@ def _renyi(q: float, sigma: float, orders: tuple[float, ...]) -> FloatArray:
     return values
 
 
-def _checked(orders: tuple[float, ...]) -> FloatArray:
+def _check(orders: tuple[float, ...]) -> FloatArray:
     if not all(1 < a < math.inf for a in orders):
         raise InputError(f"orders are {orders!r}: expected finite numbers > 1")
     return np.asarray(orders)
@@ -190,7 +190,7 @@ def to_epsilon(
 def offset(delta: float, conversion: Conversion, orders: tuple[float, ...] = ORDERS) -> FloatArray:
     """Return what a conversion adds to RDP(α) to give ε, for every order, [len(orders)]."""
     check.fraction(delta=delta)
-    a = _checked(orders)
+    a = _check(orders)
     if conversion == "balle":
         # log((α - 1)/α), without the digits that 1 - 1/α would lose at large orders.
         added = np.log1p(-1 / a) - (math.log(delta) + np.log(a)) / (a - 1)

@@ -172,7 +172,7 @@ def _negative_binomial(shape: int) -> Callable[[FloatArray, float], FloatArray]:
         gamma = success(mean, shape)
         # Theorem 2 holds for every order α as well as λ, so the minimum over α is taken for all λ.
         others = (1 + shape) * ((1 - 1 / _ORDERS) * one - math.log(gamma) / _ORDERS)
-        return one + float(np.nanmin(others)) + math.log(_expected(gamma, shape)) / (_ORDERS - 1)
+        return one + float(np.nanmin(others)) + math.log(_mean(gamma, shape)) / (_ORDERS - 1)
 
     return bound
 
@@ -195,7 +195,7 @@ def success(mean: float, shape: int) -> float:
     """
 
     def excess(log_gamma: float) -> float:
-        return math.log(_expected(math.exp(log_gamma), shape)) - math.log(mean)
+        return math.log(_mean(math.exp(log_gamma), shape)) - math.log(mean)
 
     # log γ is between this and 0: E[K] decreases in γ and exceeds the mean there.
     low = -2.0 * (1 + math.log(mean) + math.log1p(math.log(mean)))
@@ -204,7 +204,7 @@ def success(mean: float, shape: int) -> float:
     return float(Context(prec=6, rounding=ROUND_FLOOR).create_decimal(exact))
 
 
-def _expected(gamma: float, shape: int) -> float:
+def _mean(gamma: float, shape: int) -> float:
     """Return E[K], which decreases in γ."""
     return 1 / gamma if shape == 1 else (1 / gamma - 1) / -math.log(gamma)
 

@@ -241,7 +241,7 @@ class Ledger:
                 body["sigma_alone"] = own.sigma
             # A simulation's charge protects nobody, so it does not wait for the disk.
             self._chain.append(body, wait=not self.hypothetical)
-            self._charged(key, new, round_number, attempt)
+            self._charge(key, new, round_number, attempt)
 
     def expose(self, run: str, round_number: int) -> None:
         """Record that exact numbers leave the site, so that the run is not private.
@@ -331,7 +331,7 @@ class Ledger:
     def _append(self, body: LedgerEntry) -> None:
         self._apply(self._chain.append(body))
 
-    def _charged(self, key: _Request, count: int, round_number: int, attempt: int) -> None:
+    def _charge(self, key: _Request, count: int, round_number: int, attempt: int) -> None:
         run, _, _, event = key
         self._reserved[run].charge(event, count)
         self._requests[key] = self._requests.get(key, 0) + count
@@ -345,7 +345,7 @@ class Ledger:
             case "charge":
                 event = SampledGaussian(entry["q"], entry["sigma"])
                 key = (entry["run"], entry["request"], tuple(entry["purpose"]), event)
-                self._charged(key, entry["count"], entry["round"], entry["attempt"])
+                self._charge(key, entry["count"], entry["round"], entry["attempt"])
             case "torn":
                 for run, q, sigma, count in entry["charges"]:
                     self._reserved[run].spent[SampledGaussian(q, sigma)] += count

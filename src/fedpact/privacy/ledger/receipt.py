@@ -96,7 +96,7 @@ def _sentence(told: Mapping[str, Any]) -> str:
     if not math.isfinite(told["epsilon_reserved"]):
         return f"Exact numbers of {of} have left: no ε bounds what is known of its records."
     hypothetical = bool(told["hypothetical"])
-    reserved = _reserved(told)
+    reserved = _sum_reserved(told)
     whose = "person, with all records," if "person" in told["adjacency"] else "record"
     count = sum(run["beside"] is None for run in runs)
     many = f"{count} runs" if count > 1 else "run"
@@ -110,7 +110,7 @@ def _sentence(told: Mapping[str, Any]) -> str:
     )
 
 
-def _reserved(told: Mapping[str, Any]) -> Guarantee:
+def _sum_reserved(told: Mapping[str, Any]) -> Guarantee:
     """Return what all runs of a receipt reserve together."""
     return Guarantee(
         told["epsilon_reserved"],
@@ -216,7 +216,7 @@ def remaining(path: Path, whole: Budget, *, joint: bool = False) -> Remaining:
     runs = told["runs"].values()
     unit = next((run["unit"] for run in runs), "record")
     epsilon, delta = told["epsilon_reserved"], told["delta_reserved"]
-    condition = _reserved(told).condition
+    condition = _sum_reserved(told).condition
     if joint and condition:
         raise InputError(
             f"--joint with ledger {path}: an earlier run assumes {condition}, and one sequence of "

@@ -270,7 +270,7 @@ class Masker:
         if slot is None:
             return self._refusal(session.place, "session")
         if question.step == "masked":
-            return self._masked(session, slot, question, train)
+            return self._train_and_mask(session, slot, question, train)
         if question.step == "open":
             return self._open(session, slot, question)
         if question.step == "consistency":
@@ -336,7 +336,7 @@ class Masker:
         )
         return self._step(question, {"signature": signature})
 
-    def _masked(
+    def _train_and_mask(
         self, session: _Session, slot: _Slot, question: Step, train: Train
     ) -> Step | Refusal:
         """Train and mask the reply, if enough sites have signed the session's list."""

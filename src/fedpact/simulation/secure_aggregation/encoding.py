@@ -120,7 +120,7 @@ class Form:
             found[name], at = values[at : at + shape.numel()], at + shape.numel()
         return found, values[at:]
 
-    def shaped(self, name: str, values: NDArray[np.float64]) -> Tensor:
+    def reshape(self, name: str, values: NDArray[np.float64]) -> Tensor:
         """Return a vector's flat values in its shape and type."""
         shape, dtype = self.vectors[name]
         return torch.from_numpy(values.copy()).to(dtype).reshape(shape)
@@ -211,7 +211,7 @@ class FixedPointMean(_Masking):
         self._check_length(total, layout)
         share = self._share(replies)
         state = State(*decode_fixed_point(total, share, self.sites, layout))
-        return state, rounding(share, self.sites) + stored_to(state.vectors)
+        return state, rounding(share, self.sites) + storage_error(state.vectors)
 
     def _numbers(self, reply: Reply) -> dict[str, float]:
         return {n: v for n, v in reply.numbers.items() if n not in self.summed.public}
@@ -277,11 +277,11 @@ class RoundedMean(FixedPointMean):
             start = np.rint(told.double().reshape(-1).numpy() * (share / units[name]))
             # Known modulo 2^b, and less than 2^(b-1) from what all sites were sent.
             away = centre_words(words - start.astype(np.int64).astype(np.uint32), self.bits)
-            vectors[name] = layout.shaped(name, (start + away) * (units[name] / share))
+            vectors[name] = layout.reshape(name, (start + away) * (units[name] / share))
         whole = join_words(rest & np.uint32(2**self.bits - 1), self._part)
         _, numbers = decode_fixed_point(whole, share, self.sites, Form({}, layout.numbers))
         error = max(len(replies) / 2 * max(units.values()) / share, rounding(share, self.sites))
-        return State(vectors, numbers), error + stored_to(vectors)
+        return State(vectors, numbers), error + storage_error(vectors)
 
     def units(self, task: Task) -> dict[str, float]:
         """Return u of each vector of a reply to this task, whole or short."""
@@ -335,7 +335,7 @@ def rounding(share: float, sites: int) -> float:
     return float(sites * np.ldexp(0.5, -fraction_bits(sites)) / share)
 
 
-def stored_to(vectors: Mapping[str, Tensor]) -> float:
+def storage_error(vectors: Mapping[str, Tensor]) -> float:
     """Return the error bound of computing vectors in float64 and storing them in their types."""
     digits = ((v, torch.finfo(v.dtype).eps / 2 + 2.0**-51) for v in vectors.values() if v.numel())
     return max((float(v.abs().max()) * unit for v, unit in digits), default=0.0)
@@ -351,7 +351,7 @@ def decode_fixed_point(
     # The absolute sum is below 2^63, so as int64 it is exact.
     means = np.ldexp(total.view(np.int64).astype(np.float64), -fraction_bits(sites)) / share
     parts, numbers = layout.split(means)
-    vectors = {name: layout.shaped(name, part) for name, part in parts.items()}
+    vectors = {name: layout.reshape(name, part) for name, part in parts.items()}
     return vectors, dict(zip(layout.numbers, numbers.tolist(), strict=True))
 
 
@@ -484,7 +484,7 @@ class SharedSum(_Masking):
         told = self.step(task, opened, State())
         numbers = {n: v for n, v in told.numbers.items() if n not in self.summed.public}
         error = opened.coarsest * len(replies) / records
-        return State(told.vectors, numbers), error + stored_to(told.vectors)
+        return State(told.vectors, numbers), error + storage_error(told.vectors)
 
 
 Coding = FixedPointMean | SharedSum

@@ -70,13 +70,13 @@ def same_key(line: str, pem: bytes) -> bool:
 
 def sign(key: ec.EllipticCurvePrivateKey, purpose: str, block: bytes) -> bytes:
     """Return the signature of a block for one purpose."""
-    return key.sign(_signed(purpose, block), _ALGORITHM)
+    return key.sign(_to_sign(purpose, block), _ALGORITHM)
 
 
 def is_signed(key: ec.EllipticCurvePublicKey, purpose: str, block: bytes, signature: bytes) -> bool:
     """Whether the key's owner signed this block for this purpose."""
     try:
-        key.verify(signature, _signed(purpose, block), _ALGORITHM)
+        key.verify(signature, _to_sign(purpose, block), _ALGORITHM)
     except InvalidSignature:
         return False
     return True
@@ -92,7 +92,7 @@ def signing_context(site: str, seen: tuple[int, str], agreed: str) -> str:
     return f"task for {site}{entries} as agreed {agreed}"
 
 
-def _signed(purpose: str, block: bytes) -> bytes:
+def _to_sign(purpose: str, block: bytes) -> bytes:
     # The zero byte separates purpose and block unambiguously.
     return b"fedpact " + purpose.encode() + b"\0" + block
 
@@ -239,14 +239,14 @@ class Advert:
 
     def is_of(self, key: ec.EllipticCurvePublicKey, site: str, place: KeyContext) -> bool:
         """Whether this long-term key signed it, as this site and for this session."""
-        return is_signed(key, _purpose(site), self._signed(place), self.signature)
+        return is_signed(key, _purpose(site), self._to_sign(place), self.signature)
 
     def sign(self, key: ec.EllipticCurvePrivateKey, site: str, place: KeyContext) -> "Advert":
         """Return a copy with its site's signature."""
-        signature = sign(key, _purpose(site), self._signed(place))
+        signature = sign(key, _purpose(site), self._to_sign(place))
         return Advert(self.mask, self.seal, self.commitment, signature)
 
-    def _signed(self, place: KeyContext) -> bytes:
+    def _to_sign(self, place: KeyContext) -> bytes:
         parts = (self.mask, self.seal, self.commitment)
         return place.about("keys", *(part.hex() for part in parts))
 
@@ -336,7 +336,7 @@ class Secrets:
     def _cipher(self, own: str, peer: str, key: bytes, place: KeyContext) -> AESGCM:
         # One key for both directions: sender and recipient are authenticated with each block.
         if peer not in self._ciphers:
-            self._ciphers[peer] = AESGCM(_agreed(self._seal, key, place, "seal", own, peer))
+            self._ciphers[peer] = AESGCM(_agree(self._seal, key, place, "seal", own, peer))
         return self._ciphers[peer]
 
 
@@ -349,7 +349,7 @@ def pair_seed(
     noise, and the others for the old one: with the same masks, two such sums would differ by that
     site's vectors alone.
     """
-    return _agreed(mask_key, public, place, f"mask of attempt {attempt}", one, other)
+    return _agree(mask_key, public, place, f"mask of attempt {attempt}", one, other)
 
 
 def is_of_advert(advert: Advert, slot: int, mask_key: bytes) -> bool:
@@ -388,19 +388,19 @@ def check_usable(advert: Advert, slots: int, site: str) -> None:
     # Tried with a throw-away key: a point of small order gives everybody the same secret.
     own = X25519PrivateKey.generate()
     for public in (advert.seal, *map(advert.mask_of, range(slots))):
-        _exchanged(own, public, site)
+        _exchange(own, public, site)
 
 
-def _agreed(
+def _agree(
     own: X25519PrivateKey, public: bytes, place: KeyContext, what: str, one: str, other: str
 ) -> bytes:
-    secret = _exchanged(own, public, f"{one} or {other}")
+    secret = _exchange(own, public, f"{one} or {other}")
     # Sorted, so that both sites derive the same key.
     about = place.about(what, *sorted((one, other)))
     return HKDF(hashes.SHA256(), 32, salt=None, info=about).derive(secret)
 
 
-def _exchanged(own: X25519PrivateKey, public: bytes, whose: str) -> bytes:
+def _exchange(own: X25519PrivateKey, public: bytes, whose: str) -> bytes:
     try:
         return own.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:  # not 32 bytes, or a point of small order

@@ -29,7 +29,7 @@ _FIELDS = ("mask", "seal", "commitment", "signature")
 
 def step(place: KeyContext, site: str, name: str, blocks: Mapping[str, bytes]) -> Step:
     """Return the step to or from a site with these blocks."""
-    vectors = {key: _packed(block) for key, block in blocks.items()}
+    vectors = {key: _pack(block) for key, block in blocks.items()}
     return Step(place.run, place.round, site, place.session, name, vectors)
 
 
@@ -106,21 +106,21 @@ def to_adverts(given: Mapping[str, bytes]) -> dict[str, Advert]:
 
 def task_in(question: Step) -> Task:
     """Return the task in a question "masked". Raises InputError: it has none."""
-    return _carried(question, "task", Task)
+    return _carry(question, "task", Task)
 
 
 def reply_in(answer: Step) -> Reply:
     """Return the masked reply in an answer. Raises InputError: it has none."""
-    return _carried(answer, "reply", Reply)
+    return _carry(answer, "reply", Reply)
 
 
-def _carried(message: Step, name: str, kind: type[T]) -> T:
+def _carry(message: Step, name: str, kind: type[T]) -> T:
     found = from_bytes(block(message, name))
     if not isinstance(found, kind):
         raise InputError(f"a step {message.step!r} has a {type(found).__name__}, not a {name}")
     return found
 
 
-def _packed(given: bytes) -> Tensor:
+def _pack(given: bytes) -> Tensor:
     # frombuffer refuses an empty buffer.
     return torch.frombuffer(bytearray(given), dtype=torch.uint8) if given else torch.zeros(0).byte()

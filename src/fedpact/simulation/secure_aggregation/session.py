@@ -92,7 +92,7 @@ class Session:
         """Send U1, the sites with keys, each other's keys."""
         blocks = messages.from_adverts(dict(sorted(self.adverts.items())))
         one = messages.step(self.place, "", "shares", blocks)
-        return {site: replace(one, site=site) for site in self._held(self.adverts, "sent keys")}
+        return {site: replace(one, site=site) for site in self._holders(self.adverts, "sent keys")}
 
     def take_shares(self, site: str, answer: Step) -> None:
         """Store the shares that a site sealed for the others."""
@@ -110,7 +110,7 @@ class Session:
 
     def ask_roster(self) -> dict[str, Step]:
         """Send U2, the sites that dealt shares, the shares for them."""
-        asks, sites = dict[str, Step](), self._held(self.sealed, "sealed shares")
+        asks, sites = dict[str, Step](), self._holders(self.sealed, "sealed shares")
         # The list is final: the roster's hash covers exactly these sites and keys.
         self.roster = keys.roster_of({site: self.adverts[site] for site in sites})
         for site in sites:
@@ -135,7 +135,7 @@ class Session:
         shown = {site: self.signatures[site] for site in signed[: self.circle.threshold]}
         return Sum(self, self.used - 1, number, coding, shown)
 
-    def _held(self, found: Mapping[str, object], what: str) -> list[str]:
+    def _holders(self, found: Mapping[str, object], what: str) -> list[str]:
         return around(self.circle, self.place.round, found, what)
 
 

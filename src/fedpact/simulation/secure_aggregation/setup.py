@@ -96,7 +96,7 @@ class _Hall:
         """Yield each site's question, and a function that trains it."""
         # Sites train for one of a session's questions only.
         if next(iter(asks.values())).step != "masked":
-            yield from ((site, question, _untrained) for site, question in asks.items())
+            yield from ((site, question, _refuse_to_train) for site, question in asks.items())
             return
         attempts = {site: messages.task_in(question).attempt for site, question in asks.items()}
         tasks = {site: replace(self.tasks[site], attempt=n) for site, n in attempts.items()}
@@ -111,5 +111,5 @@ class _Hall:
             yield answer.site, asks[answer.site], trained
 
 
-def _untrained(task: Task) -> Reply | Refusal:
+def _refuse_to_train(task: Task) -> Reply | Refusal:
     raise InputError(f"round {task.round}: a site was asked to train at the wrong step")

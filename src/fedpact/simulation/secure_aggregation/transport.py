@@ -150,12 +150,12 @@ class Secured:
         if first.algorithm == EVALUATION:
             yield from self._carrier.exchange(tasks)
             return
-        replies = self._tried(tasks, refused)
+        replies = self._retry(tasks, refused)
         for site in self.sites:
             given = replies.get(site) or refused.get(site)
             yield given or Refusal(first.run, first.round, site, "too few others")
 
-    def _tried(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
+    def _retry(self, tasks: dict[str, Task], refused: dict[str, Refusal]) -> dict[str, Reply]:
         """Retry with new sessions; return {} if too many sites have spent their budgets."""
         left, number = self._server.retries, next(iter(tasks.values())).round
         while True:
@@ -184,7 +184,7 @@ class Secured:
                 if free and any(refusal.code == "model" for refusal in refused.values()):
                     continue
                 if not left:
-                    raise BelowThreshold(_told(error, refused, self._server.retries)) from None
+                    raise BelowThreshold(_explain(error, refused, self._server.retries)) from None
                 _log.warning("%s; the round is tried again", error)
                 left -= 1
 
@@ -263,11 +263,11 @@ class Secured:
             self._outside |= {site: refusal.code for site, refusal in missing.items()}
         # Sites that dealt shares are in it, whether or not they signed.
         self._outside = {s: code for s, code in self._outside.items() if s not in session.sealed}
-        self._pause = 2 * self._pause if self._refused() else 1
+        self._pause = 2 * self._pause if self._refusing_sites() else 1
         self._session = session
         return session
 
-    def _refused(self) -> set[str]:
+    def _refusing_sites(self) -> set[str]:
         """Return the sites that were reachable and are not in the session, but may be later."""
         return self._here.keys() & self._outside.keys() - self._out
 
@@ -276,7 +276,7 @@ class Secured:
         if any(self._here.get(site) != since for site, since in here.items()):
             return True
         # With exponential backoff.
-        return session.used >= self._pause // 2 and bool(self._refused() & here.keys())
+        return session.used >= self._pause // 2 and bool(self._refusing_sites() & here.keys())
 
     def _step(self, asks: dict[str, Step], take: Take) -> dict[str, Refusal]:
         """Ask the questions; return a refusal for each site without a valid answer."""
@@ -304,7 +304,7 @@ def _with(task: Task, attempt: int) -> Task:
     return task if task.attempt == attempt else dataclasses.replace(task, attempt=attempt)
 
 
-def _told(error: Exception, refused: Mapping[str, Refusal], retries: int) -> str:
+def _explain(error: Exception, refused: Mapping[str, Refusal], retries: int) -> str:
     who = ", ".join(f"{site} {refusal.code}" for site, refusal in sorted(refused.items()))
     return (
         f"{error} (tried {retries + 1} times; {who or 'no site refused'}). Sites keep their "

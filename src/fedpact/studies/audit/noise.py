@@ -254,7 +254,7 @@ def sampling_tests(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> tu
     if parts is None:
         told = "sampling is not tested: fewer than three records of this model have sums apart"
         return (row_of_test(told, 1.0, _ERROR),)
-    drawn = _drawn(target, records, queries, parts)
+    drawn = _count_drawn(target, records, queries, parts)
     whole = np.round(drawn)
     off = float(np.abs(drawn - whole).max())
     found = [("a batch's sum is that of whole records, each clipped", 1.0 if off < _READ else 0.0)]
@@ -290,7 +290,7 @@ def _site(
     return Records(made.x[order], made.y[order]), places, torch.stack(parts)
 
 
-def _drawn(
+def _count_drawn(
     target: Target, records: Records, queries: Mapping[str, tuple[Any, ...]], parts: torch.Tensor
 ) -> np.ndarray:
     """Return the number of records of each kind in each batch [events, kinds], by least squares."""

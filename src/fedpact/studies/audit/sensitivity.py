@@ -258,7 +258,7 @@ def measure_sensitivity(target: Target) -> Sensitivity:
     found = dict[str, ChannelSensitivity]()
     for asked in requests(target, made):
         for scale in _SCALES:
-            measured = _measured(target, asked.scaled(scale), made)
+            measured = _measure(target, asked.scaled(scale), made)
             for one in measured:
                 found[one.channel] = _worse(found.get(one.channel), one)
             clipped = not any(0 < c.single.size < _CLIPPED for c in measured)
@@ -277,7 +277,7 @@ def _worse(one: ChannelSensitivity | None, other: ChannelSensitivity) -> Channel
     return replace(one, single=single, in_batch=in_batch)
 
 
-def _measured(
+def _measure(
     target: Target, request: BatchRequest, made: list[Crafted]
 ) -> list[ChannelSensitivity]:
     """Return the sensitivity of every channel of one request."""

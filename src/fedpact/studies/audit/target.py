@@ -292,11 +292,11 @@ def list_views(target: Target, drawn: Drawn = lambda draws: draws) -> Mapping[st
 class _Attacked(PrivateOracle):
     """An oracle whose events stand for many rounds, each with its own release."""
 
-    def _shared(
+    def _share(
         self, total: Tensor, sigma: float, bound: float, purpose: str, *, step: int
     ) -> Tensor:
         self.shares.clear()
-        return super()._shared(total, sigma, bound, purpose, step=step)
+        return super()._share(total, sigma, bound, purpose, step=step)
 
 
 class _Together:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedpact.common import check
 from fedpact.common.errors import DataError, InputError
-from fedpact.common.format import counted
+from fedpact.common.format import count_noun
 from fedpact.common.losses import cross_entropy
 from fedpact.common.messages import RoundRecord
 from fedpact.common.params import FlatModel
@@ -199,7 +199,7 @@ def split_records(records: Sequence[RoundRecord]) -> Split:
             "> 0, the time of a round to grow with τ; give --gamma"
         )
     note = (
-        f"{counted(costs.rounds, 'round')} of several τ: d_com = {d_com:.3g} s a round, "
+        f"{count_noun(costs.rounds, 'round')} of several τ: d_com = {d_com:.3g} s a round, "
         f"d_cmp = {d_cmp:.3g} s a local step, by least squares. In a simulation messages "
         "cross no network."
     )
