@@ -105,6 +105,18 @@ def test_scores_of_tokens_have_classes_second():
     assert torch.equal(found, model(IDS)["logits"].movedim(2, 1))
 
 
+def test_a_tensor_of_scores_has_classes_second_already():
+    """As a model of one's own returns it, also if it names its inputs as libraries do."""
+
+    class Decoder(Text):
+        def forward(self, input_ids, attention_mask):
+            return self.head(self.table(input_ids)).movedim(2, 1)
+
+    model, x = Decoder(classes=5), torch.stack([IDS, MASK], 1)
+    found = with_named_inputs(model, x[0], "pixels")(x)
+    assert torch.equal(found, model(IDS, MASK))
+
+
 class Ends(Text):
     """Says where an answer begins and ends."""
 

@@ -72,8 +72,9 @@ class NamedInputs(nn.Module):
         found = _logits_of(output)
         if not self._by_place or not isinstance(found, Tensor):
             return found
-        if found.dim() == 3 and self.names:
-            # The places of a prompt, which PEFT puts in front, have no labels.
+        if found.dim() == 3 and self.names and not isinstance(output, Tensor):
+            # Libraries' models answer with more than a tensor, and classes last. The places of a
+            # prompt, which PEFT puts in front, have no labels.
             prompted = is_adapted(self.model) and not x.is_floating_point()
             return (found[:, -x.shape[-1] :] if prompted else found).movedim(2, 1)
         if found.dim() == x.dim() == 4 and found.shape[2:] != x.shape[2:]:
