@@ -14,6 +14,7 @@ from fedpact.common.messages import RoundRecord, SiteScore
 from fedpact.plan import Plan
 from fedpact.report.compared_runs import (
     Comparison,
+    Spread,
     SweepPoint,
     differences,
     read_compared,
@@ -644,3 +645,8 @@ def test_alone_beside_others_is_an_equal_comparison():
     found = differences({name: plan.document() for name, plan in plans.items()})
     unequal = {difference.key for difference in found if difference.unequal}
     assert unequal <= {"settings.learning_rate"}, unequal  # whose defaults do differ
+
+
+def test_numbers_that_differ_by_rounding_have_no_spread():
+    assert Spread(0.3, 0.1 + 0.2 - 0.3).describe(str) == "0.3"
+    assert Spread(0.3, 0.1).describe(str) == "0.3 ± 0.1"

@@ -191,7 +191,10 @@ class Spread:
 
     def describe(self, form: Callable[[float], str]) -> str:
         """Return it in words; form: formats a single value."""
-        return f"{form(self.mean)} ± {form(self.deviation)}" if self.deviation else form(self.mean)
+        # Equal numbers that were added in another order differ by rounding.
+        if self.deviation is None or self.deviation <= 1e-12 * abs(self.mean):
+            return form(self.mean)
+        return f"{form(self.mean)} ± {form(self.deviation)}"
 
 
 _SYMBOLS = {"privacy.epsilon": "ε", "privacy.delta": "δ"}
