@@ -94,7 +94,7 @@ def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
     for path, each in shown.items():
         assert f"{path}: intact: {each['entries']} entries, each sealed by the hash" in said
         for run, spend in each["runs"].items():
-            assert f"{run}: ε {upper(spend['epsilon_spent'])} of 1 spent, δ = 1e-05" in said
+            assert f"{run!r}: ε {upper(spend['epsilon_spent'])} of 1 spent, δ = 1e-05" in said
         assert f"together: ε {upper(each['epsilon_reserved'])}" in said
     commands.export(kept, tmp_path / "receipt.json", as_json=True)
     exported = json.loads((tmp_path / "receipt.json").read_text())

@@ -20,6 +20,7 @@ from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.site_evaluation import _examiner_key
 from fedpact.deployment.site_records import own_records
+from fedpact.evaluation.held_out import digest_records
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT, SampledGaussian, epsilon
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.ledger.receipt import receipt
@@ -246,11 +247,19 @@ def test_owner_is_told_if_records_change_during_a_run(evaluated, caplog):
             if begun:
                 site.take_part()
         assert "have changed since" not in caplog.text
-        records["x"][0] = records["x"][1]
-        records["x"] = records["x"][::-1]
+        records["x"][int(begun)] = records["x"][5]
         np.savez(evaluated / "records.npz", **records)
-    Site(evaluated).close()
-    assert "have changed since" in caplog.text
+    with Site(evaluated):
+        assert "have changed since" in caplog.text
+
+
+@pytest.mark.parametrize("whose", [None, ["a", "a", "b"]])
+def test_a_digest_of_records_follows_what_decides_on_sides(whose):
+    x, y, back = torch.rand(3, 2), torch.arange(3), [2, 1, 0]
+    found = digest_records(x, y, whose)
+    assert digest_records(x[back], y[back], whose and [whose[i] for i in back]) == found
+    others = digest_records(x, y, ["a", "a ", "b"]) if whose else digest_records(x + 1, y)
+    assert others != found
 
 
 def test_a_lost_secret_is_not_replaced(evaluated):

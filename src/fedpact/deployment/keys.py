@@ -84,8 +84,8 @@ def check_server(directory: Path) -> None:
 def renew(authority: Path, server: Path, host: str) -> None:
     """Renew the server's key and certificate. authority, server: their directories.
 
-    The server's signing key need not be there, so its copy at the authority will do. Raises
-    PlanError: the authority is missing or not this server's; or the directory is a site's.
+    The server's signing key need not be there, so a copy of its directory without it will do.
+    Raises PlanError: the authority is missing or not this server's; or the directory is a site's.
     """
     if (server / "site.toml").exists():
         raise PlanError(f"{server} is a site's directory: {_ADVICE}")

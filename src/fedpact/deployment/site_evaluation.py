@@ -31,7 +31,13 @@ from fedpact.data.splits import number_persons
 from fedpact.deployment.final_model import FinalModel, find_published_model, read_ending, read_model
 from fedpact.deployment.site_records import Own, SiteFiles, own_records
 from fedpact.deployment.store import LastReply, Store, read_store
-from fedpact.evaluation.held_out import HeldOut, charge_of, hold_out, key_of_seed
+from fedpact.evaluation.held_out import (
+    HeldOut,
+    charge_of,
+    digest_records,
+    hold_out,
+    key_of_seed,
+)
 from fedpact.evaluation.personal import SiteFigures, on_own_parts, personalise_model
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.ledger.ledger import Ledger
@@ -165,16 +171,18 @@ class Examiner:
         With other values a record may be on the other side. The log alone says so, as no record may
         stop a site.
         """
-        if not self.form.share or own.whose is not None:
+        if not self.form.share:
             return
-        name, now = f"{self._run}/records", own.digest
-        if not begun:
+        name, now = f"{self._run}/records", digest_records(own.raw, own.records.y, own.whose)
+        before = self._store.read(name)
+        if not begun or before is None:
             self._store.write(name, now)
-        elif self._store.read(name) not in (None, now):
+        elif before != now:
             _log.warning(
-                "the records, or [columns] in site.toml, have changed since this run began: a "
-                "changed record may be trained on as well as evaluated, and then costs both ε. Put "
-                "back the file and site.toml of the beginning until the run has ended"
+                "the records, their persons, or [columns] in site.toml have changed since this "
+                "run began: a changed record may be trained on as well as evaluated, and then "
+                "costs both ε. Put back the file and site.toml of the beginning until the run has "
+                "ended"
             )
 
     def split(self, own: Own) -> Tensor:

@@ -1,6 +1,5 @@
 """A site's settings, and its records: read from its own file and prepared for training."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -165,13 +164,6 @@ class Own:
             "categories under [columns] in site.toml, have the federation declare `fill` for "
             "columns with missing cells, or increase most_left_out"
         )
-
-    @property
-    def digest(self) -> bytes:
-        """A digest of the records' values and labels, in the order of the file."""
-        found = hashlib.sha256(self.raw.contiguous().numpy().tobytes())
-        found.update(self.records.y.contiguous().numpy().tobytes())
-        return found.digest()
 
     def part(self, chosen: Tensor) -> Records:
         """Return the `chosen` records, bool [n], as used by the model."""

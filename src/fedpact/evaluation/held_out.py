@@ -15,7 +15,7 @@ A record changes each by at most 1. If persons are protected, each of a person's
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Self
 
@@ -219,17 +219,27 @@ def hold_out(
     the same side.
     """
     limit = int(share * 2.0**64)
-    if whose is None:
-        rows = x.detach().cpu().contiguous().numpy()
-        labels = y.detach().cpu().contiguous().to(torch.int64).numpy()
-        told = (row.tobytes() + label.tobytes() for row, label in zip(rows, labels, strict=True))
-    else:
-        told = (name.encode("utf-8", "surrogatepass") for name in whose)
     found = [
         int.from_bytes(hashlib.blake2b(each, digest_size=8, key=key).digest(), "big") < limit
-        for each in told
+        for each in _name_records(x, y, whose)
     ]
     return torch.tensor(found, dtype=torch.bool)
+
+
+def digest_records(x: Tensor, y: Tensor, whose: Sequence[str] | None = None) -> bytes:
+    """Return a digest of all that sides follow from beside share and key; see `hold_out`."""
+    each = {hashlib.blake2b(one, digest_size=16).digest() for one in _name_records(x, y, whose)}
+    return hashlib.sha256(b"".join(sorted(each))).digest()
+
+
+def _name_records(x: Tensor, y: Tensor, whose: Sequence[str] | None) -> Iterator[bytes]:
+    """Yield what each record's side follows from: its values and label, or its person."""
+    if whose is not None:
+        yield from (name.encode("utf-8", "surrogatepass") for name in whose)
+        return
+    rows = x.detach().cpu().contiguous().numpy()
+    labels = y.detach().cpu().contiguous().to(torch.int64).numpy()
+    yield from (row.tobytes() + label.tobytes() for row, label in zip(rows, labels, strict=True))
 
 
 def key_of_seed(seed: int, site: str) -> bytes:

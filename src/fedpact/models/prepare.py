@@ -100,7 +100,8 @@ def find_obstacles(model: nn.Module) -> Iterator[str]:
     if names := list(_in_lists(model)):
         yield (
             "layers in a list or dict of Python are not the model's, so they are neither trained "
-            f"nor stored ({list_some(names, _FEW)}): hold them in nn.ModuleList or nn.ModuleDict"
+            f"nor stored ({list_some(names, _FEW)}): hold them in nn.ModuleList or nn.ModuleDict, "
+            "or give a teacher, which the run need not store, a name that begins with _"
         )
     if not any(p.requires_grad for p in model.parameters()):
         yield "no weight is trained: set requires_grad on at least one"

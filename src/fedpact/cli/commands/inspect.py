@@ -132,10 +132,11 @@ def print_check(found: SiteCheck) -> None:
             out.print(f"  {line}")
     for problem in found.problems:
         out.print(f"problem: {problem}", style="red")
-    ready = "ready to start"
     if found.approvals:
-        ready += f", after {count_noun(found.approvals, 'more approval')}: `fedpact deploy approve`"
+        needed = count_noun(found.approvals, "more approval")
+        out.print(f"{needed} needed: `fedpact deploy approve DIR --by NAME`")
     bad = bool(found.problems)
+    ready = "ready to start" + ", once approved" * bool(found.approvals)
     out.print("cannot start" if bad else ready, style="red" if bad else "green")
     out.print("Exact figures of this site's records, for its owner only; none of them is sent.")
 

@@ -77,14 +77,22 @@ def _verdict(path: str, receipt: dict[str, Any]) -> str:
 def _spending(receipt: dict[str, Any]) -> list[str]:
     """Return a line for each run of a receipt, and one for all of them."""
     lines = [
-        f"  {run}: ε {upper(spend['epsilon_spent'])} of {upper(spend['epsilon_reserved'])} spent, "
-        f"δ = {upper(spend['delta'])}"
+        f"  {run!r}: ε {upper(spend['epsilon_spent'])} of {upper(spend['epsilon_reserved'])} "
+        f"spent{_condition(spend)}, δ = {upper(spend['delta'])}"
         for run, spend in receipt["runs"].items()
     ]
     if len(receipt["runs"]) > 1:
         whole = f"ε {upper(receipt['epsilon_reserved'])}, δ {upper(receipt['delta_reserved'])}"
         lines.append(f"  reserved by all runs together: {whole}")
     return lines
+
+
+def _condition(spend: dict[str, Any]) -> str:
+    """Return what the ε of distributed noise assumes; "" of a site's own."""
+    if not spend["honest"]:
+        return ""
+    alone = f"{upper(spend['epsilon_alone_spent'])} of {upper(spend['epsilon_alone_reserved'])}"
+    return f" if {spend['honest']} sites in each sum are honest, else {alone}"
 
 
 @app.command()

@@ -183,8 +183,9 @@ def advice(this: PendingRequests) -> str:
         told.append(
             f"{', '.join(wrong)}: another ledger than this server has seen. Find out with their "
             "owners whether a ledger was put back or a site runs twice "
-            "(docs/how-to/operate-a-deployment.md); for a new ledger of other records, remove the "
-            "site from server/ledgers.json"
+            "(docs/how-to/operate-a-deployment.md); for a new ledger of other records, stop the "
+            "server, remove the site from server/ledgers.json, and let its owner remove "
+            "ledger.jsonl.seen beside the new ledger"
         )
     if "terms" in said:
         told.append(
