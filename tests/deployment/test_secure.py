@@ -692,7 +692,7 @@ def shared_words(monkeypatch):
         opened.append((task.round, task.attempt, tuple(sorted(replies)), total.copy()))
         return mean(coding, task, replies, total, layout)
 
-    monkeypatch.setattr(PrivateOracle, "_shared", kept)
+    monkeypatch.setattr(PrivateOracle, "_share", kept)
     monkeypatch.setattr(SharedSum, "mean", summed)
     return made, opened
 

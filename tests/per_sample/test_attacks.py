@@ -220,7 +220,7 @@ def test_records_that_are_left_out_leave_the_others_sum_as_exact(count):
 @pytest.mark.usefixtures("card")
 def test_a_coefficient_keeps_its_digits_with_very_long_inputs(balance, monkeypatch):
     if not balance:
-        monkeypatch.setattr(gradients, "balanced", lambda g, u, _: (g, u))
+        monkeypatch.setattr(gradients, "balance", lambda g, u, _: (g, u))
     kernel = given(nn.Sequential(nn.Linear(4096, 64, bias=False)))
     worst = 0.0
     for scale in torch.linspace(1, 2, 24):

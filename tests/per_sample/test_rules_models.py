@@ -71,7 +71,7 @@ class Learnt(nn.Module):
 
     def forward(self, x):
         x = x[:, :9] + self.steps(torch.arange(9).view(1, -1)) + self.turned.permute(2, 1, 0)
-        bias = self.near[self.per_record.view(-1)].view(9, 9, 2).permute(2, 0, 1).unsqueeze(0)
+        bias = self.near[self.apart.view(-1)].view(9, 9, 2).permute(2, 0, 1).unsqueeze(0)
         heads = x.unflatten(2, (2, 3)).transpose(1, 2)
         seen = nn.functional.scaled_dot_product_attention(heads, heads, heads, bias, scale=0.3)
         x = seen.transpose(1, 2).flatten(2).transpose(1, 2)

@@ -168,8 +168,8 @@ def test_the_isolated_library_is_not_imported_here():
 import sys
 from fedpact.common.errors import BudgetExhausted
 from fedpact.privacy.accounting import accountant, calibration
-from fedpact.privacy.accounting.apart import apart
-with apart():
+from fedpact.privacy.accounting.apart import in_a_child
+with in_a_child():
     budget = accountant.Budget(2.0, 1e-5)
     sigma = calibration.smallest_sigma(budget, 0.5, 60)
     print(*sorted({"dp_accounting", "scipy"} & set(sys.modules)))

@@ -280,7 +280,7 @@ def test_another_model_with_the_same_weights_is_not_the_runs(tmp_path):
 def test_a_scripts_model_is_known_where_it_is_imported(tmp_path, monkeypatch):
     plain = {**SETTINGS, "privacy": {"mode": "none"}}
     with monkeypatch.context() as patch:
-        patch.setattr("fedpact.common.user_code._found_at", lambda place: None)
+        patch.setattr("fedpact.common.user_code._find", lambda place: None)
         folder = fedpact.run(Zeros, RECORDS, **plain, out=tmp_path / "run").folder
     assert json.loads((folder / "plan.json").read_text())["model"].startswith("Zeros@")
     assert len(fedpact.load(folder, model=Zeros).predict(X).labels) == len(X)

@@ -253,7 +253,7 @@ def test_server_arithmetic_is_single_threaded_and_use_is_not(tmp_path, monkeypat
         monkeypatch.setattr(owner, name, watched)
 
     watch(fedavg, "update", "update")
-    watch(Evaluator, "_scored", "evaluate")
+    watch(Evaluator, "_score", "evaluate")
     simulate(
         plan(rounds=2),
         tmp_path / "run",

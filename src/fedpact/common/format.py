@@ -70,7 +70,7 @@ def number(value: float | None, digits: int = 4) -> str:
 def count_noun(count: float, noun: str) -> str:
     """Return a number with its noun in the singular or plural.
 
-    >>> counted(1, "ledger"), counted(2500, "ledger"), counted(2, "entry")
+    >>> count_noun(1, "ledger"), count_noun(2500, "ledger"), count_noun(2, "entry")
     ('1 ledger', '2,500 ledgers', '2 entries')
     """
     several = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
