@@ -243,11 +243,12 @@ def _variants(book: Book) -> str:
 
 
 _OUTSIDE: Final = (
-    "Two variants are no plan's. A site's oracle clips a record's gradient as a whole, so no plan "
-    "clips each layer by itself; there one record moves the sum by 2C. And it releases noisy sums "
+    "Two kinds of variants are no plan's. A site's oracle clips a record's gradient as a whole, so "
+    "no plan clips each layer by itself; there one record moves the sum by 2C. And it releases noisy sums "
     "only, so no plan keeps sums without their noise from step to step; where they are never "
-    "cleared, a record of the first step moves all 317 releases, together by C √317. "
-    "`python -m experiments.ali_dpfl.outside` runs both in plain torch, with nothing protected."
+    "cleared, a record of the first step moves all 317 releases, together by C √317 by this one "
+    "draw. `python -m experiments.ali_dpfl.outside` runs them in plain torch, with nothing "
+    "protected."
 )
 
 
@@ -257,13 +258,11 @@ _DIFFERENT: Final = (
     "where the gradients of two labels are long and cancel between sites. Clipped once, the mean "
     "of all sites' batches comes as near at η = 2 as the separate code did. *Adam*: it had 16.2, "
     "with settings that are not recorded. Earlier, 25.5 stood here: the default adaptivity of "
-    "1e-3 is above a step's length in a coordinate and leaves plain steps. With torch's β and ε "
-    "the plan is nearer than 16.2, as it does not correct the first steps; torch's Adam does, and "
-    "has 58.8 % after 79 iterations where the plan has 71.7 (one seed, outside the stored "
-    "results). *No clip or noise, η = 0.1, momentum 0.9, CIFAR-10*: it had 2.6, with "
-    "16,000 training records. With all 50,000 the variant is at the edge of divergence, so its "
-    "distance on one seed says little: outside the stored results, three further seeds have 49.5, "
-    "10.0 and 9.7 % after 79 iterations, and two with 16,000 records 37.0 and 37.6 (printed: 39.3)."
+    "1e-3 is above a step's length in a coordinate and leaves plain steps. The line here has "
+    "torch's β and ε; unlike torch's Adam, a plan does not correct the first steps. *No "
+    "clip or noise, η = 0.1, momentum 0.9, CIFAR-10*: it had 2.6, with "
+    "16,000 training records. With all 50,000 the variant is at the edge of divergence (of four "
+    "seeds tried two stay at chance), so its distance on one seed says little."
 )
 
 
@@ -304,7 +303,7 @@ def _safe(book: Book) -> str:
         return ""
     gaps = " and ".join(f"{min(each):.1f} ({NAMES[data]})" for data, each in whole.items())
     return (
-        f"The safe conclusion: of the variants above, those within {NEAR:g} points have at most "
+        f"On one seed each, of the variants above those within {NEAR:g} points have at most "
         f"1/{1 / max(near):.3g} of the printed noise per record, and those with all of it are at "
         f"least {gaps} points away. That is about this network and method: another method has "
         "more at the same ε, as the next table shows. "

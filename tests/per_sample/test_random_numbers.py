@@ -23,7 +23,7 @@ from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.tracing import keyed_draws
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where
-from fedpact.per_sample.tracing.keyed_draws import PassNumbers, draw_by_key, drawing, expect_means
+from fedpact.per_sample.tracing.keyed_draws import PassNumbers, draw_by_key, drawing, use_means
 
 RATE, WIDTH = 0.4, 8
 LAYOUT = Placement(length=16)
@@ -295,7 +295,7 @@ def test_other_draws_are_refused_in_our_words(between, records):
 
 def test_without_chance_dropout_does_nothing():
     x = torch.randn(4, 3)
-    with expect_means():
+    with use_means():
         assert torch.allclose(F.dropout(x, 0.3), x)
         assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
         # What is keyed inside stays without chance.

@@ -193,3 +193,11 @@ def test_nothing_is_calibrated_without_any_noise(none):
     ):
         with pytest.raises(InputError, match="sigma"):
             found()
+
+
+def test_epsilon_after_part_of_a_run_bounds_a_recount():
+    terms = calibrated(**COMMON)
+    costs = [terms.guarantee_after({terms.event: t}).epsilon for t in (0, 1, 150, 300)]
+    assert costs == sorted(costs)
+    assert costs[0] == 0
+    assert recount(terms, 150, "rdp") <= costs[2] * (1 + 1e-4)

@@ -46,7 +46,7 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, copied from the CPU without waiting.
 
     A GPU reads pinned memory by itself; with other memory the host would wait.

@@ -315,7 +315,7 @@ def write_extension(server: Path, rounds: int, epsilon: float | None, out: Path)
     and that model; keys, records and ledgers do not change. epsilon: the new run's, by default the
     plan's. Raises InputError if something does not match.
     """
-    keys.check_server(server)
+    keys.check_is_server(server)
     _check_new(out)
     shared, plan = Federation.read(server / "federation.toml"), read_plan(server / "plan.json")
     folder = Folder(server / RUN)

@@ -72,7 +72,7 @@ def write_authority(directory: Path) -> None:
     (directory / "ca.crt").write_bytes(certificate.public_bytes(_PEM))
 
 
-def check_server(directory: Path) -> None:
+def check_is_server(directory: Path) -> None:
     """Raise PlanError: a directory is not the server's."""
     if not (directory / "server.key").exists():
         raise PlanError(

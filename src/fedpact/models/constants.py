@@ -188,7 +188,7 @@ def _rows(x: Tensor) -> Iterator[Tensor]:
             bases = {*_BASES, *(float(f"{base:.1e}") for base in own if 10 < base < 1e12)}
             yield from _frequencies(n, bases)
             for base in bases if n >= _LINE else ():
-                yield from _slow(n, base)
+                yield from _slowed_frequencies(n, base)
         # Slopes of ALiBi (Press 2022).
         yield 2.0 ** (-8.0 * (places + 1) / n)
         yield from (torch.tensor(m) * scale for m in _IMAGENET + _CLIP for scale in (1, 255))
@@ -245,7 +245,7 @@ def _frequencies(n: int, bases: Iterable[float]) -> Iterator[Tensor]:
             yield torch.exp(torch.arange(n, dtype=d) * -(math.log(base) / max(n - 1, 1)))
 
 
-def _slow(n: int, base: float) -> Iterator[Tensor]:
+def _slowed_frequencies(n: int, base: float) -> Iterator[Tensor]:
     """Frequencies [n] of which the lower ones are divided: Llama 3's, YaRN's, and all of them."""
     power = base ** (torch.arange(0, 2 * n, 2).float() / (2 * n))
     fast = 1.0 / power

@@ -159,7 +159,7 @@ class InitialSettings(BaseModel):
         return {**raw, "weights": weights}
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_and_record(self) -> Self:
         if self.weights is None:
             if self.sha256 is not None:
                 raise ValueError("initial.sha256 without initial.weights: name the file")

@@ -27,10 +27,10 @@ from fedpact.common.params import (
     FlatModel,
     all_digits,
     autocast,
+    copy_to_device,
     fewer_digits,
     model_name,
     on_cpu,
-    send,
 )
 from fedpact.per_sample.clipping import (
     Weights,
@@ -341,7 +341,7 @@ class PerSampleKernel:
             for one in self._passes.over(x, y, layout, length):
                 found = measure(one.x, one.y, *points)
                 w = None if weigh is None else weigh(found, one).clamp_min(0)
-                share = None if shares is None else one.place(send(shares, x.device))
+                share = None if shares is None else one.place(copy_to_device(shares, x.device))
                 c = coefficients(clip, found.norms, w, share, gamma)
                 c, good = mask_slots(c, found.losses, found.norms, w, one.occupied)
                 found.add(c.to(total.dtype), good, total)
@@ -439,7 +439,7 @@ class PlainKernel:
         with _requiring_grad(self._trainable) as parameters:
             losses = self._each(x.detach(), y, place)
             w = weights_of(weights, losses.detach()).clamp_min(0)
-            w = w if shares is None else w * send(shares, w.device).to(w.dtype)
+            w = w if shares is None else w * copy_to_device(shares, w.device).to(w.dtype)
             return losses.detach(), _gradient((w * losses).sum(), parameters)
 
     def _each(self, x: Tensor, y: Tensor, place: int = 0) -> Tensor:

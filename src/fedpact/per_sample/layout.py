@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpact.common.params import send
+from fedpact.common.params import copy_to_device
 from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS
 
 EXPECTED = 64.0
@@ -96,7 +96,7 @@ def lay_out(
     blank: what an empty slot holds [...], the same in every pass; None: zeros.
     """
     if layout.places is not None:
-        places, slots = send(layout.places, x.device), layout.slots
+        places, slots = copy_to_device(layout.places, x.device), layout.slots
         occupied = _scatter(torch.ones_like(places, dtype=torch.bool), places, slots)
         x, y = _scatter(x, places, slots, blank), _scatter(y, places, slots)
         for i in range(0, slots, length):
@@ -117,7 +117,11 @@ def lay_out(
 def collect(parts: list[Tensor], batch: int, layout: Placement) -> Tensor:
     """Return numbers [P] of each pass as those of the batch's records [B]."""
     values = torch.cat(parts)
-    return values[:batch] if layout.places is None else values[send(layout.places, values.device)]
+    return (
+        values[:batch]
+        if layout.places is None
+        else values[copy_to_device(layout.places, values.device)]
+    )
 
 
 def align(rows: Tensor) -> Tensor:

@@ -62,10 +62,16 @@ _MOVES: Final = frozenset(
 _REPEATS: Final = frozenset({"expand", "broadcast_to", "repeat"})
 
 
-def count_sharing(numbers: int) -> int:
+def common_multiple(numbers: int) -> int:
     """Return a multiple of the numbers of threads among which such an operation may be divided."""
     threads = torch.get_num_threads()
     return 1 if numbers <= _SHARED else math.lcm(threads, min(threads, -(-numbers // _SHARE)))
+
+
+def _whole_row(numbers: int, slots: int) -> int:
+    """Return a multiple of which rows are whole registers in each thread's share of the numbers."""
+    threads = common_multiple(numbers)
+    return LANES * threads // math.gcd(threads, slots)
 
 
 def fill_up(do: Callable[..., Tensor], start: int, slots: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -82,10 +88,10 @@ def fill_up(do: Callable[..., Tensor], start: int, slots: int, *args: Any, **kwa
     own, count = shape[start:], len(shape)
     size = math.prod(own)
     row, others = size, slots * math.prod(shape[:start])
-    while rest := row % (whole := LANES * (n := count_sharing(others * row)) // math.gcd(n, slots)):
-        row += whole - rest
+    while row % (whole := _whole_row(others * row, slots)):
+        row += -row % whole
     # Numbers need not lie together: then a share has to end where a record does.
-    if row == size and not slots * math.prod(own[:1]) % count_sharing(others * row):
+    if row == size and not slots * math.prod(own[:1]) % common_multiple(others * row):
         return do(*args, **kwargs)
 
     def filled(arg: Any) -> Any:

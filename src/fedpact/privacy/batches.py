@@ -29,7 +29,7 @@ from torch import Tensor
 from fedpact.common.check import non_negative, positive
 from fedpact.common.errors import PolicyRefused
 from fedpact.common.losses import Loss
-from fedpact.common.params import FlatModel, send
+from fedpact.common.params import FlatModel, copy_to_device
 from fedpact.per_sample.clipping import UNIFORM, Weighting, check_clip, slack, within
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layout import Placement
@@ -242,7 +242,7 @@ class PlainBatch(OpenChannels):
 
 def person_shares(values: Tensor, shares: Tensor | None) -> Tensor:
     """Return the records' values [B] times their shares of a person; unchanged without shares."""
-    return values if shares is None else values * send(shares, values.device)
+    return values if shares is None else values * copy_to_device(shares, values.device)
 
 
 class NoiseTerms(Protocol):

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from fedpact.common.check import count as at_least_one
 from fedpact.common.errors import PolicyRefused
-from fedpact.common.params import send
+from fedpact.common.params import copy_to_device
 from fedpact.common.randomness.keystream import CHUNK
 from fedpact.common.randomness.seeded import Draws
 from fedpact.per_sample.clipping import UNIFORM, Fair, Uniform, Weighting
@@ -186,7 +186,7 @@ class Records:
         """
         if chosen.shape == self.y.shape[:1]:
             return (self.x, self.y) if lent else (self.x.clone(), self.y.clone())
-        chosen = send(chosen, self.x.device)
+        chosen = copy_to_device(chosen, self.x.device)
         # Takes a quarter of the time of x[chosen].
         return self.x.index_select(0, chosen), self.y.index_select(0, chosen)
 

@@ -241,7 +241,7 @@ def check_close(one: Any, other: Any, tolerance: float, what: str) -> None:
         _need(apart <= allowed, f"{what}: {key!r} is {apart:.2g} away, allowed {allowed:.2g}")
 
 
-def draw_names(method: Method) -> set[str]:
+def list_draws(method: Method) -> set[str]:
     """Return the names of a site's draws: "batch", and the noise of every channel."""
     opening = method.facts.opening.channels if method.facts.opening else ()
     return {"batch", *method.facts.channels, *opening}
@@ -388,8 +388,8 @@ def check_empty_site(case: Method, private: bool) -> None:
             _need(not torch.equal(vector, silent.vectors[key]), f"vector {key!r} has no noise")
         drawn = set(bed.drawn["a"])
         _need(
-            drawn == draw_names(case),
-            f"it draws for {sorted(drawn)}, not {sorted(draw_names(case))}",
+            drawn == list_draws(case),
+            f"it draws for {sorted(drawn)}, not {sorted(list_draws(case))}",
         )
 
 
@@ -460,7 +460,7 @@ def check_ledger(case: Method, private: bool) -> None:
                     held.update(dict.fromkeys(entry["purpose"], entry["count"]))
             drawn = bed.drawn[site]
             _need(held == drawn, f"site {site} was charged {dict(held)} and drew {dict(drawn)}")
-            named = draw_names(case)
+            named = list_draws(case)
             _need(held.keys() == named, f"it is charged for {sorted(held)}, not {sorted(named)}")
 
 

@@ -7,12 +7,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from tests.simulation.secure_aggregation.summed import plan_of
 
 from fedpact.common.errors import InputError
 from fedpact.privacy.settings import Privacy
 from fedpact.simulation.secure_aggregation.graph import (
     BITS,
     FEWEST,
+    MaskingGraph,
     Neighbourhoods,
     most_shares,
     neighbourhoods,
@@ -185,3 +187,9 @@ def test_few_sites_or_too_many_against_them_are_all_neighbours():
 def test_impossible_values_are_refused(wrong):
     with pytest.raises(InputError, match="0 <= against < threshold <= sites"):
         neighbourhoods(*wrong)
+
+
+def test_a_plans_graph_takes_colluders_into_account():
+    plan = plan_of(secure_aggregation={"threshold": 14}, privacy={"trust": "sum", "honest": 2})
+    graph = MaskingGraph.of(plan, [str(n) for n in range(20)]).graph
+    assert graph == neighbourhoods(20, 14, 12) != neighbourhoods(20, 14, 0)

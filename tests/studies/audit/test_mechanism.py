@@ -137,7 +137,7 @@ def slow(*kinds):
 
 NOISE = [SameAsTheStepBefore, Uniform, OneCoordinateWithout]
 NOISE += slow(SameAtEveryStep, SameInEveryRequest, EverySecondStepWithout)
-SAMPLING = [FirstRecords, Epochs, DoubledRate, *slow(FixedSize, WholeSet, SameBatch)]
+SAMPLING = [FirstRecords, FixedSize, DoubledRate, *slow(Epochs, WholeSet, SameBatch)]
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ class FairMethod(MethodWrapper):
         super().__init__(
             inner,
             channels={**inner.facts.channels, **fairness.loss_channels},
-            task_numbers={**inner.facts.task_numbers, **_by_name(fairness.told)},
+            task_numbers={**inner.facts.task_numbers, **_add_prefix(fairness.told)},
             weighs_records=True,
             needs_own_noise=inner.facts.needs_own_noise or fairness.why_own_noise,
         )
@@ -76,7 +76,7 @@ class FairMethod(MethodWrapper):
         told = State(task.vectors, told.numbers)
         sent, kept = fairness.local(fair.last_batch, told, local.vectors["w"], own.numbers)
         memory = join(kept, _PREFIX, local.memory)
-        return Local(local.vectors, {**local.numbers, **_by_name(sent)}, memory)
+        return Local(local.vectors, {**local.numbers, **_add_prefix(sent)}, memory)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         own, rest = split_state(state, _PREFIX)
@@ -86,7 +86,7 @@ class FairMethod(MethodWrapper):
         return join(State(numbers=numbers), _PREFIX, after)
 
 
-def _by_name(values: Mapping[str, V]) -> dict[str, V]:
+def _add_prefix(values: Mapping[str, V]) -> dict[str, V]:
     return {_PREFIX + name: value for name, value in values.items()}
 
 

@@ -97,7 +97,7 @@ def account(
     budget, spent = (left.budget, left.spent) if left else (budget, {})
     answers = [_solve(q, sigma, steps, budget, delta, spent, *way, per_person) for way in ways]
     if tuned is not None:
-        answers = [answer | {"tuned": _count_trials(answer, tuned)} for answer in answers]
+        answers = [answer | {"tuned": _add_trials(answer, tuned)} for answer in answers]
     adjacency = ADJACENCY_BY_UNIT[left.unit if left else "record"]
     document = {
         **{"solved_for": solved, "adjacency": adjacency, "covers": _covers(left, joint)},
@@ -237,7 +237,7 @@ def _finite(epsilon: float) -> float | None:
     return epsilon if math.isfinite(epsilon) else None
 
 
-def _count_trials(answer: dict[str, Any], runs: int) -> dict[str, Any]:
+def _add_trials(answer: dict[str, Any], runs: int) -> dict[str, Any]:
     from fedpact.privacy.accounting.accountant import SampledGaussian
     from fedpact.privacy.accounting.tuning_cost import as_document, count_trials
 

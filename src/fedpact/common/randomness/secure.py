@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fedpact.common.check import positive
 from fedpact.common.errors import InputError, PrivacyError
-from fedpact.common.params import on_cpu, send
+from fedpact.common.params import copy_to_device, on_cpu
 from fedpact.common.randomness.keystream import CHUNK, KeyStream, Parts, Words, normals
 from fedpact.common.randomness.seeded import Draws, empty
 
@@ -90,7 +90,7 @@ def noisy(total: Tensor, sigma: float, sensitivity: float, gaussian: Gaussian) -
     # The noise goes to a GPU, which need not be waited for.
     noise = _add(torch.zeros(len(sums), dtype=torch.float64), step, scale, gaussian)
     release = (sums.double() * (1 / step)).round_().mul_(step)
-    return release.add_(send(noise, sums.device)).add_(0.0).to(sums.dtype)
+    return release.add_(copy_to_device(noise, sums.device)).add_(0.0).to(sums.dtype)
 
 
 def _add(sums: Tensor, step: float, scale: float, gaussian: Gaussian) -> Tensor:
@@ -225,4 +225,4 @@ class SecureDraws(Draws):
     def _parts(self, vector: Tensor, step: int, purpose: str) -> Parts:
         del step, purpose
         parts = normals(self._own.stream, len(vector), torch.float64, _further)
-        return ((part, send(z, vector.device)) for part, z in parts)
+        return ((part, copy_to_device(z, vector.device)) for part, z in parts)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedpact.common.check import positive
 from fedpact.common.errors import PlanError
-from fedpact.common.params import from_numpy, on_cpu, send
+from fedpact.common.params import copy_to_device, from_numpy, on_cpu
 from fedpact.common.randomness.keystream import (
     KeyStream,
     Parts,
@@ -134,7 +134,7 @@ def round_shares(total: Tensor, unit: float, units: float, noise: Tensor) -> Ten
     return whole.add_(0.5).floor_()
 
 
-def share(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
+def round_to_shares(total: Tensor, unit: float, units: float, parts: Parts) -> Tensor:
     """Return the same, int64 [d], for noise that comes in parts, of float32 or float64."""
     whole = torch.empty_like(total, dtype=torch.int64)
     for part, z in parts:
@@ -198,11 +198,11 @@ class Draws(ABC):
         noise = empty(size, like.dtype)
         for part, z in self._parts(noise, step, purpose):
             noise[part] = z
-        return send(noise, like.device)
+        return copy_to_device(noise, like.device)
 
     def share(self, total: Tensor, unit: float, units: float, step: int, purpose: str) -> Tensor:
         """Return a sum [d] with a share of noise, rounded to a coarse grid; see `round_shares`."""
-        return share(total, unit, units, self._parts(total, step, purpose))
+        return round_to_shares(total, unit, units, self._parts(total, step, purpose))
 
 
 # torch.Generator.get_state(): 24 bytes of counters; the Mersenne Twister's 624 words of 32 bits,

@@ -195,7 +195,7 @@ class Extractor:
             # Compute it once, not in every thread.
             _ = self._whitening if self._settings.whiten else self._tells
             size, parts = _BATCH, _by_threads(self._batch, x.split(_BATCH) if len(x) else ())
-        told = _report(parts, len(x), "records")
+        told = _with_progress(parts, len(x), "records")
         for start, some in zip(range(0, len(x), size), told, strict=True):
             rows = slice(start, start + size)
             good[rows] = some.isfinite().all(1)
@@ -257,7 +257,7 @@ class Extractor:
         if held is None:
             made = generate_images(MADE, self._image, self._seed)
             parts = _by_threads(self._map_all, (s for part in made for s in part.split(_BATCH)))
-            found = torch.cat([*_report(parts, MADE, "made images, to whiten by")])
+            found = torch.cat([*_with_progress(parts, MADE, "made images, to whiten by")])
             self._check_tells(found)
             held = _whitening(found.double())
             with suppress(DataError, OSError):
@@ -309,7 +309,7 @@ def _whitening(found: Tensor) -> dict[str, Tensor]:
     return {"mean": mean.float(), "whitens'": inverse.float().T}
 
 
-def _report(parts: Iterable[Tensor], count: int, what: str) -> Iterator[Tensor]:
+def _with_progress(parts: Iterable[Tensor], count: int, what: str) -> Iterator[Tensor]:
     told, done = time.monotonic(), 0
     for part in parts:
         done += len(part)

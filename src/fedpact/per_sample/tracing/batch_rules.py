@@ -240,9 +240,9 @@ def index(node: Node, at: At) -> Where:
     """x[:, index], table[x], and x[arange(B), i, ...], which picks in each record by its own i."""
     x = at(node.args[0])
     indices = list(cast(Sequence[Any], node.args[1]))
-    by_place = {place: index for place, index in enumerate(indices) if index is not None}
-    entered = [index for index in by_place.values() if at(index) is not None]
-    if any(index.meta["val"].dtype == torch.bool for index in by_place.values()):
+    by_place = {place: one for place, one in enumerate(indices) if one is not None}
+    entered = [one for one in by_place.values() if at(one) is not None]
+    if any(one.meta["val"].dtype == torch.bool for one in by_place.values()):
         raise Mixed(f"operation {node.target} picks by values")
     if x is None and len(by_place) == 1 and entered:
         return cast(Where, at(entered[0]))

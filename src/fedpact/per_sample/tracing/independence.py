@@ -16,7 +16,7 @@ from fedpact.common.errors import InputError, ModelError
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, check_unwritten, model_name
 from fedpact.per_sample.clipping import SHORTEST
-from fedpact.per_sample.tracing.keyed_draws import expect_means, without_fused_draws
+from fedpact.per_sample.tracing.keyed_draws import use_means, without_fused_draws
 from fedpact.per_sample.tracing.trace_context import announce
 
 # The difference between two summation orders, relative to a record's gradient.
@@ -102,7 +102,7 @@ def check_separation(tried: _Tried, x: Tensor, y: Tensor) -> None:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
     module, x, y = tried.model.module, x[:_MOST].clone(), y[:_MOST]
     slow = announce(_SLOW, module, _PATIENCE, logging.INFO)
-    with slow, without_fused_draws(tried.model), expect_means():
+    with slow, without_fused_draws(tried.model), use_means():
         before, version = _state(module), x._version
         tried.summed(x, y, math.inf, tried.model.vector.new_ones(len(x)))
         _check_state(module, before)

@@ -4,7 +4,7 @@ That generator belongs to the process, so neither runs nor threads would be repr
 record's numbers follow from the step's key and from that record, x and y. They do not depend on its
 slot or on other records, so at each step the model is a deterministic function of single records.
 Numbers that belong to no record, such as one factor for a whole pass, follow from the key alone.
-`expect_means` replaces every number by its mean, so that dropout does nothing while a model is
+`use_means` replaces every number by its mean, so that dropout does nothing while a model is
 checked.
 """
 
@@ -296,7 +296,7 @@ def without_fused_draws(model: FlatModel) -> Generator[None]:
 
 @contextmanager
 def drawing(numbers: PassNumbers | None) -> Generator[None]:
-    """Let `draw_by_key` draw from these numbers; within `expect_means` it still takes means.
+    """Let `draw_by_key` draw from these numbers; within `use_means` it still takes means.
 
     None: from the generator of seed 0, for no record.
     """
@@ -314,7 +314,7 @@ def numbers_at_hand() -> PassNumbers | None:
 
 
 @contextmanager
-def expect_means() -> Generator[None]:
+def use_means() -> Generator[None]:
     """Replace each random number of this thread's operations by its mean."""
     before = _own.still
     _own.still = True
