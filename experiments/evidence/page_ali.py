@@ -244,10 +244,10 @@ def _variants(book: Book) -> str:
 
 _OUTSIDE: Final = (
     "Two kinds of variants are no plan's. A site's oracle clips a record's gradient as a whole, so "
-    "no plan clips each layer by itself; there one record moves the sum by 2C. And it releases noisy sums "
-    "only, so no plan keeps sums without their noise from step to step; where they are never "
-    "cleared, a record of the first step moves all 317 releases, together by C √317 by this one "
-    "draw. `python -m experiments.ali_dpfl.outside` runs them in plain torch, with nothing "
+    "no plan clips each layer by itself; there one record moves the sum by 2C. And it releases "
+    "noisy sums only, so no plan keeps sums without their noise from step to step; where they are "
+    "never cleared, a record of the first step moves all 317 releases, together by C √317 by this "
+    "one draw. `python -m experiments.ali_dpfl.outside` runs them in plain torch, with nothing "
     "protected."
 )
 
