@@ -60,7 +60,7 @@ def test_receipt_signature_verifies_against_the_federation(site, receipt):
     (said,) = json.loads(receipt.read_text()).values()
     for name, spend in said["runs"].items():
         cost = f"ε {upper(spend['epsilon_spent'])} of {upper(spend['epsilon_reserved'])} spent"
-        assert f"{name}: {cost}" in told
+        assert f"{name!r}: {cost}" in told
     assert "says nothing" not in told
     assert "give --federation to check" in run("verify", receipt)
 
