@@ -325,7 +325,7 @@ def test_a_trace_follows_training_and_hooks(reference):
 
 def test_way_is_found_once_and_on_dummy_records(reference, monkeypatch):
     """A record that vmap fails at, as for want of memory, sends no later batch through the loop."""
-    taken, seen = per_record.Alone._by_vmap_rows, []
+    taken, seen = per_record.Alone._run_by_vmap, []
 
     def some(self, x, y):
         seen.append(x)
@@ -333,7 +333,7 @@ def test_way_is_found_once_and_on_dummy_records(reference, monkeypatch):
             raise RuntimeError("not this batch")
         return taken(self, x, y)
 
-    monkeypatch.setattr(per_record.Alone, "_by_vmap_rows", some)
+    monkeypatch.setattr(per_record.Alone, "_run_by_vmap", some)
     model = FlatModel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double())
     x, y = reference.data(16, 4), reference.data(16, 2, seed=1)
     far = torch.cat([x[:15], x[15:] + 1000])
@@ -344,7 +344,7 @@ def test_way_is_found_once_and_on_dummy_records(reference, monkeypatch):
     of_others = way.losses(x, y)
     with pytest.raises(RuntimeError, match="not this batch"):
         way.losses(far, y)
-    monkeypatch.setattr(per_record.Alone, "_by_loop_rows", None)
+    monkeypatch.setattr(per_record.Alone, "_run_in_loop", None)
     assert torch.equal(way.losses(x, y), of_others)
 
 
@@ -353,12 +353,12 @@ def test_a_model_that_raises_at_zeros_is_left_to_vmap(reference, monkeypatch):
         raise RuntimeError("nobody takes zeros")
 
     with monkeypatch.context() as patched:
-        patched.setattr(per_record.Alone, "_by_vmap_rows", fails)
-        patched.setattr(per_record.Alone, "_by_loop_rows", fails)
+        patched.setattr(per_record.Alone, "_run_by_vmap", fails)
+        patched.setattr(per_record.Alone, "_run_in_loop", fails)
         model = FlatModel(nn.Linear(4, 2).double())
         x, y = reference.data(16, 4), reference.data(16, 2, seed=1)
         way = per_record.Alone(model, squared_error, x, y, "as the test wants it")
-    monkeypatch.setattr(per_record.Alone, "_by_loop_rows", None)
+    monkeypatch.setattr(per_record.Alone, "_run_in_loop", None)
     assert len(way.losses(x, y)) == 16
 
 

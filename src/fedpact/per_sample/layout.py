@@ -83,7 +83,7 @@ class Pass:
     def place(self, values: Tensor) -> Tensor:
         """Return values [B], one for each record of the batch, as [P]; 0 for empty slots."""
         if self.places is not None:
-            return _scatter(values, self.places, self.slots)[self.rows]
+            return _place_rows(values, self.places, self.slots)[self.rows]
         some = values[self.rows]
         return torch.nn.functional.pad(some, (0, len(self.y) - len(some)))
 
@@ -97,8 +97,8 @@ def lay_out(
     """
     if layout.places is not None:
         places, slots = copy_to_device(layout.places, x.device), layout.slots
-        occupied = _scatter(torch.ones_like(places, dtype=torch.bool), places, slots)
-        x, y = _scatter(x, places, slots, blank), _scatter(y, places, slots)
+        occupied = _place_rows(torch.ones_like(places, dtype=torch.bool), places, slots)
+        x, y = _place_rows(x, places, slots, blank), _place_rows(y, places, slots)
         for i in range(0, slots, length):
             rows = slice(i, i + length)
             some = align(x[rows]), align(y[rows])
@@ -117,11 +117,9 @@ def lay_out(
 def collect(parts: list[Tensor], batch: int, layout: Placement) -> Tensor:
     """Return numbers [P] of each pass as those of the batch's records [B]."""
     values = torch.cat(parts)
-    return (
-        values[:batch]
-        if layout.places is None
-        else values[copy_to_device(layout.places, values.device)]
-    )
+    if layout.places is None:
+        return values[:batch]
+    return values[copy_to_device(layout.places, values.device)]
 
 
 def align(rows: Tensor) -> Tensor:
@@ -140,7 +138,7 @@ def _fill(rows: Tensor, length: int, blank: Tensor | None = None) -> Tensor:
     return found
 
 
-def _scatter(values: Tensor, places: Tensor, slots: int, blank: Tensor | None = None) -> Tensor:
+def _place_rows(values: Tensor, places: Tensor, slots: int, blank: Tensor | None = None) -> Tensor:
     return _empty(values, slots, blank).index_copy_(0, places, values)
 
 

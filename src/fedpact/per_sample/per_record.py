@@ -119,12 +119,12 @@ class Alone:
         draws = self._one.draws
         numbers = PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None
         with without_fused_draws(self._model), drawing(numbers):
-            why = _error(self._by_vmap_rows, x, y)
+            why = _error(self._run_by_vmap, x, y)
         # An error at zeros that the loop raises too comes from the model, not from vmap. vmap never
         # takes a data-dependent size, as of x[x > 0], nor draws that belong to no known record.
         varying = "dynamic shape" in str(why) or isinstance(why, ModelError)
         others = isinstance(why, RuntimeError) and not varying
-        taken = not varying and (not others or _error(self._by_loop_rows, x, y) is not None)
+        taken = not varying and (not others or _error(self._run_in_loop, x, y) is not None)
         if taken:
             self._announce(logging.INFO, "vmap differentiates it record by record")
         else:
@@ -132,7 +132,7 @@ class Alone:
         return taken
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._by_vmap_rows(x, y) if self._by_vmap else self._by_loop_rows(x, y)
+        return self._run_by_vmap(x, y) if self._by_vmap else self._run_in_loop(x, y)
 
     def _announce(self, level: int, how: str) -> None:
         message = f"model {self._name} is not shown to keep records apart ({self._why}): {how}"
@@ -140,14 +140,14 @@ class Alone:
             _announced.add(message)
             _logger.log(level, message)
 
-    def _by_vmap_rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        def done(node: Node) -> Callable[..., Any]:
+    def _run_by_vmap(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def op_of(node: Node) -> Callable[..., Any]:
             do = operation(node)
             return partial(fill_up, do, 0, len(x)) if takes_rows(node) else do
 
         def one(w: dict[str, Tensor], record: Tensor, target: Tensor) -> Tensor:
             with autocast(self._model):
-                return _only(self._one.losses(record.unsqueeze(0), target.unsqueeze(0), w, done))
+                return _only(self._one.losses(record.unsqueeze(0), target.unsqueeze(0), w, op_of))
 
         weights = {n: p.detach() for n, p in self._model.own.items()}
         batched = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
@@ -155,7 +155,7 @@ class Alone:
             rows, losses = cast(Any, batched)(weights, x.detach(), y)
         return losses, rows
 
-    def _by_loop_rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _run_in_loop(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         weights = {name: p.detach().requires_grad_() for name, p in self._model.own.items()}
         losses: list[Tensor] = []
         rows: list[tuple[Tensor, ...]] = []

@@ -17,7 +17,7 @@ from fedpact.common import check
 from fedpact.common.configuration import key_of
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.files import check_out, write_whole
-from fedpact.common.format import count_noun as counted_noun
+from fedpact.common.format import count_noun
 from fedpact.common.notebook import Bar, frame, in_notebook
 from fedpact.common.records import strict
 from fedpact.common.run_folder import Folder, find_unused_path
@@ -66,7 +66,7 @@ class Compared(Comparison):
         named = ", ".join(f"{name} {fares}" for name, fares, *_ in comparison_table(self).rows[:8])
         more = ", …" if len(self.entries) > 8 else ""
         told = "; NOT AN EQUAL COMPARISON" if self.inequalities else ""
-        runs = counted_noun(len(self.runs), "run")
+        runs = count_noun(len(self.runs), "run")
         return f"Comparison({named}{more}; {runs}{told}; {str(self.folder)!r})"
 
     def _repr_html_(self) -> str:

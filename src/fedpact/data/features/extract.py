@@ -463,7 +463,7 @@ class FeatureStage:
         if not self.settings.used:
             return Found(x, good)
         found = compute_features(x, self._extractor(example), kept)
-        # Those without a scale are told of above.
+        # Those without a scale are reported above.
         _warn(origin, found.good | ~good | told, f"no features of kind {self.settings.kind}")
         return Found(torch.where(good[:, None], found.x, 0).float(), good & found.good)
 

@@ -18,7 +18,7 @@ from fedpact.per_sample.tracing.keyed_draws import draw_by_key
 from fedpact.per_sample.tracing.record_safety import by_argument
 from fedpact.per_sample.tracing.replacements import DONE_AS
 
-_Done = Callable[[Node], Callable[..., Any]]
+_Choice = Callable[[Node], Callable[..., Any]]
 
 
 class Program:
@@ -87,19 +87,23 @@ class Program:
         }
 
     def losses(
-        self, x: Tensor, y: Tensor, weights: Mapping[str, Tensor], done: _Done | None = None
+        self,
+        x: Tensor,
+        y: Tensor,
+        weights: Mapping[str, Tensor],
+        op_of: _Choice | None = None,
     ) -> Tensor:
-        """The losses [B] at the weights, by the model's names. done: as of `evaluate_nodes`."""
+        """The losses [B] at the weights, by the model's names. op_of: as of `evaluate_nodes`."""
         trained = {name: weights[own] for name, own in self.trained.items()}
-        return evaluate_nodes(self.nodes, self.values(x, y) | trained, done)[self.result]
+        return evaluate_nodes(self.nodes, self.values(x, y) | trained, op_of)[self.result]
 
 
 def evaluate_nodes(
-    nodes: list[Node], values: Mapping[str, Tensor], done: _Done | None = None
+    nodes: list[Node], values: Mapping[str, Tensor], op_of: _Choice | None = None
 ) -> dict[Node, Any]:
     """The values of nodes in order, from those of the placeholders among them.
 
-    done: a node's function, by default its operation.
+    op_of: a node's function, by default its operation.
     """
     env: dict[Node, Any] = {}
     for node in nodes:
@@ -107,7 +111,7 @@ def evaluate_nodes(
             env[node] = values[node.name]
         else:
             args, kwargs = arguments(node, env)
-            env[node] = (done or operation)(node)(*args, **kwargs)
+            env[node] = (op_of or operation)(node)(*args, **kwargs)
     return env
 
 

@@ -371,7 +371,7 @@ def is_place(length: int, head: str) -> bool:
 class RollbackGuard:
     """LEDGER.seen, of a ledger's path: the latest entry that anybody has named, and who.
 
-    Whoever names an earlier one, mistaken or speaking of old times, takes nothing back.
+    A party that names an earlier one, mistaken or speaking of old times, takes nothing back.
     Raises LedgerError: unreadable.
     """
 
