@@ -27,7 +27,7 @@ CENTER = torch.tensor([3.0, -2.0], dtype=torch.float64)
 class Quadratic:
     """F(w) = ½ a ‖w - b‖², exactly; counts what it is asked for."""
 
-    batch_size, noise_variance, steps_left = 1.0, 0.0, math.inf
+    batch_size, noise_variance, steps_left, clip = 1.0, 0.0, math.inf, math.inf
 
     def __init__(self, a=2.0, b=(1.0, 0.5)):
         self.a, self.b = a, torch.tensor(b, dtype=torch.float64)
@@ -134,6 +134,16 @@ def test_all_of_a_run_is_in_its_ledgers_and_within_its_budget(tmp_path):
         assert events == [(0.3, 4 * sigma, 1), (0.2, sigma, 6)] * 5
         # Theirs is an upper bound as well, of a discretised loss: allow it 0.1 %.
         assert 1.9 < recounted.epsilon(events, 1e-5) <= 2.0 * 1.001
+
+
+def test_by_default_an_opening_is_as_noisy_as_the_batches_mean(tmp_path):
+    """σ_a / (q_a N) is σ / (q N sqrt(τ)), whatever q a site has."""
+    for rate, opened, tau in ((0.5, 1.0, 10), (0.02, 0.3, 4)):
+        settings = {"opening_rate": opened, "local_steps": tau}
+        asked = {"algorithm": "fedproxvr", "sampling_rate": rate, "settings": settings}
+        (terms,) = Plan.parse({**asked, "privacy": {"epsilon": 2.0}}).terms({"a": 300.0}).values()
+        batches = terms.sigmas["difference"] / (rate * math.sqrt(tau))
+        assert terms.opening_sigmas["gradient"] / opened == pytest.approx(batches, rel=1e-9)
 
 
 def test_a_sampled_opening_is_the_full_gradient_on_average():

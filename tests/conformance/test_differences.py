@@ -1,5 +1,7 @@
 """FedProxVR's private form: the bound of a gradient difference, and the noise that follows."""
 
+import math
+
 import pytest
 import torch
 
@@ -27,14 +29,22 @@ class Moving:
         return self.inner.difference(w, anchor, bound)
 
 
-@pytest.mark.parametrize(("given", "slope"), [({}, 3.0), ({"difference_bound": 0.25}, 0.25)])
-def test_the_bound_follows_the_movement(given, slope, federation):
+@pytest.mark.parametrize(
+    ("given", "slope", "most"),
+    [
+        ({}, 3.0, 1 / 4),
+        ({"learning_rate": 1e-3}, 3.0, 1 / 4),
+        ({"difference_bound": 0.25}, 0.25, math.inf),
+    ],
+)
+def test_the_bound_follows_the_movement(given, slope, most, federation):
+    """A given K alone bounds; by default L does, up to C/τ."""
     seen = []
     bed = federation(private=True, around=lambda oracle: Moving(oracle, seen))
     bed.run(Method("fedproxvr", Settings(smoothness=3.0, local_steps=4, **given)), 2)
     assert len(seen) == 2 * 3 * 4
     for moved, bound in seen:
-        assert bound == pytest.approx(slope * moved, rel=1e-12)
+        assert bound == pytest.approx(min(slope * moved, most * bed.clip), rel=1e-12)
 
 
 def test_the_noise_is_the_openings_and_the_differences(federation):
@@ -46,6 +56,7 @@ def test_the_noise_is_the_openings_and_the_differences(federation):
     noise of the difference, or with K twice as large, it would be 30 % less or 90 % more.
     """
     settings = Settings(proximal=0.0, learning_rate=1.0, local_steps=1, difference_bound=1.89)
+    settings = settings.model_copy(update={"opening_noise": 3.0})
     method, found = Method("fedproxvr", settings), []
     for seed in range(300):
         bed = federation(private=True, counts={"a": 0}, sizes={"a": 10.0}, seed=seed)

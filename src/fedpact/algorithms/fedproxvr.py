@@ -8,8 +8,8 @@ Symbols   paper  code              meaning, unit or range                     wh
           μ      proximal          weight of the proximal term, >= 0          plan, tune fedproxvr
           τ      local_steps       iterations after the first, >= 1           plan, tune fedproxvr
           θ      accuracy          local accuracy that ends a round early     plan; None: τ does
-          K      difference_bound  most ‖∇ℓ(w) - ∇ℓ(u)‖/‖w - u‖ of a record   plan; None: L
-          σ_a/σ  opening_noise     the opening's noise over a batch's, > 0   plan
+          K      difference_bound  most ‖∇ℓ(w) - ∇ℓ(u)‖/‖w - u‖ of a record   plan; None: Differs
+          σ_a/σ  opening_noise     the opening's noise over a batch's, > 0   plan; None: Differs
           q_a    opening_rate      records in the opening, in (0, 1]         plan
 Client    h(w) = (μ/2)‖w - w̄‖²,  prox(x) = (x + ημ w̄)/(1 + ημ)
           w⁰ = w̄,  v⁰ = ∇F_n(w̄),  w¹ = prox(w⁰ - η v⁰)
@@ -25,6 +25,9 @@ Neutral   none: the first step takes the full gradient, which no other algorithm
 Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u = w_{t-1} or w⁰: the
           bound and its noise shrink with the movement, and follow from released iterates alone.
           Two clipped gradients would need noise for 2C, however small the movement.
+          Without K the bound is min(L ‖w_t - u‖, C/τ), and without σ_a/σ it is q_a/(q sqrt(τ)):
+          v⁰ is as noisy as the mean of τ batches' gradients, and the noise of all τ differences
+          together no larger, however far w moves.
           t' is a public draw from the round's number, the same at every site, so that a repeated
           request is the same request. Steps after t' are neither computed nor charged.
           The paper's t' may be 0, a round without movement. Without it the mean of ‖∇J_n(w_t)‖² is
@@ -35,10 +38,9 @@ Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u =
 SVRG's v_t has the noise of v⁰ and of one difference; SARAH's has that of v⁰ and of t differences.
 For movements far below C/K this is far less than the noise of t clipped gradients.
 
-Choose, for a private run: opening_noise at most 1/(q sqrt(τ)), which makes v⁰ as noisy as the mean
-of τ batches' gradients; and K with η σ K sqrt(τ d)/(q N) at most 1. This is the factor by which
-noise grows within a round relative to movement: at a few times 1 the solver amplifies its own noise
-and diverges, as with K = L on most models. A smaller K clips, which costs less.
+A given K is best with η σ K sqrt(τ d)/(q N) at most 1. This is the factor by which noise grows
+within a round relative to movement: at a few times 1 the solver amplifies its own noise and
+diverges, as with K = L on most models. A smaller K clips, which costs less.
 """
 
 import hashlib
@@ -79,8 +81,10 @@ class Settings(BaseSettings):
     accuracy: float | None = Field(default=None, gt=0)
     """θ, the local accuracy that ends a round early; by default none."""
     difference_bound: float | None = Field(default=None, gt=0)
-    """K, the bound on a record's change of gradient over the distance moved; by default L."""
-    opening_noise: float = Field(default=3.0, gt=0)
+    """K, the bound on a record's change of gradient over the distance moved; by default L, and at
+    most C/τ for the change."""
+    opening_noise: float | None = Field(default=None, gt=0)
+    """σ_a/σ; by default such that v⁰ is as noisy as the mean of τ batches' gradients."""
     opening_rate: float = Field(default=1.0, gt=0, le=1)
     """Each record's probability of being in the opening."""
 
@@ -125,7 +129,8 @@ def _iterates(center: Tensor, oracle: Oracle, last: int, settings: Settings) -> 
     before, w = center, _prox(center, v, center, eta, mu)
     yield w
     for batch in _batches(oracle, last - 1, settings):
-        v = _direction(batch, w, (before, v), (center, start), settings)
+        most = oracle.clip / (last - 1)
+        v = _direction(batch, w, (before, v), (center, start), settings, most)
         if settings.accuracy is not None:
             residual = (v + mu * (w - center)).norm()
             if float(residual) <= settings.accuracy * float(start.norm()):
@@ -151,17 +156,23 @@ def _direction(
     before: tuple[Tensor, Tensor],
     start: tuple[Tensor, Tensor],
     settings: Settings,
+    most: float,
 ) -> Tensor:
-    """Return v_t [d] at w; before: (w_{t-1}, v_{t-1}), start: (w⁰, v⁰)."""
+    """Return v_t [d] at w; before: (w_{t-1}, v_{t-1}), start: (w⁰, v⁰).
+
+    most: bounds a difference if no K is given.
+    """
     if settings.solver == "sgd":
         return batch.gradient(w)
     other, direction = before if settings.solver == "sarah" else start
     moved = float(torch.linalg.vector_norm(w - other, dtype=torch.float64))
-    most = torch.finfo(w.dtype).max ** 0.5
-    if not moved < most:
+    largest = torch.finfo(w.dtype).max ** 0.5
+    if not moved < largest:
         # NaN shows the server that w has diverged.
         return torch.full_like(w, math.nan)
-    bound = min((settings.difference_bound or settings.smoothness) * moved, most)
+    bound = min((settings.difference_bound or settings.smoothness) * moved, largest)
+    if settings.difference_bound is None:
+        bound = min(bound, most)
     if moved > 0:
         # Shorter differences would underflow; a larger bound, with its noise, is also valid.
         bound = max(bound, _SHORTEST)

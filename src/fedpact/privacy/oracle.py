@@ -228,6 +228,11 @@ class Oracle(Protocol):
         ...
 
     @property
+    def clip(self) -> float:
+        """C of this round, the bound on a record's gradient, public; inf in a plain run."""
+        ...
+
+    @property
     def noise_variance(self) -> float:
         """The variance of a gradient's noise in each coordinate, public; 0 in a plain run."""
         ...
@@ -284,6 +289,7 @@ class PlainOracle:
     can be compared. Losses are not clipped.
     """
 
+    clip = math.inf
     noise_variance = 0.0
     steps_left = math.inf
     shares: Mapping[str, Tensor] = MappingProxyType({})
@@ -359,7 +365,7 @@ class PrivateOracle:
         self._terms, self._charge, self._left, self._exact = terms, charge, left, exact
         self._step, self._placement = 0, placement
         self.sampling_rate, self.batch_size = terms.rate, terms.batch_size
-        self.noise_variance = terms.noise_variance
+        self.clip, self.noise_variance = terms.clip, terms.noise_variance
         self.shares: dict[str, Tensor] = {}
 
     @property

@@ -28,7 +28,7 @@ from torch import Tensor
 from fedpact.common import check
 from fedpact.common.check import positive
 from fedpact.common.errors import InputError, PlanError
-from fedpact.common.format import span
+from fedpact.common.format import span, upper
 from fedpact.common.randomness import secure
 from fedpact.common.randomness.seeded import Draws
 from fedpact.per_sample.clipping import check_clip
@@ -148,19 +148,26 @@ class Opening:
     """The joint event that opens a round, in addition to the batches of the local steps.
 
     rate: each record's probability of being in it, in (0, 1]; 1 takes all, without amplification.
-    channels: channel name -> noise relative to the batches' base σ, > 0. Raises InputError;
-    PlanError: no channel.
+    channels: channel name -> noise relative to the batches' base σ, > 0; None: as much as leaves
+    the opening's mean as noisy as that of a round's batches. Raises InputError; PlanError: no
+    channel.
     """
 
     rate: float
-    channels: Channels
+    channels: Mapping[str, float | None]
 
     def __post_init__(self) -> None:
         check.rate(rate=self.rate)
         for name, ratio in self.channels.items():
-            check.positive(**{f"channels[{name!r}]": ratio})
+            if ratio is not None:
+                check.positive(**{f"channels[{name!r}]": ratio})
         if not self.channels:
             raise PlanError("channels is empty: an algorithm that releases nothing needs no terms")
+
+    def ratios(self, rate: float, steps: int) -> Channels:
+        """Return each channel's noise relative to σ, with rounds of `steps` batches at `rate`."""
+        balanced = self.rate / (rate * math.sqrt(max(1, steps)))
+        return {name: balanced if r is None else r for name, r in self.channels.items()}
 
 
 @dataclass(frozen=True)
@@ -461,6 +468,19 @@ def charge_size(ledger: Ledger, run: str, terms: Terms) -> None:
 
 # Up to here the last bit of a float64 is 2^-26 of a unit: it changes probabilities by that factor.
 _MOST_UNITS: Final = 2.0**27
+
+
+def delta_too_large(promised: Iterable[tuple[float, float]]) -> str:
+    """Return a warning about a δ of 1/N or more; promised: (δ, N) of each site; "" if none."""
+    worst = max(promised, key=lambda one: one[0] * one[1], default=(0.0, 0.0))
+    delta, size = worst
+    if not delta * size >= 1:
+        return ""
+    return (
+        f"δ = {upper(delta)} at a site of {size:g} records is too large: δ bounds each record's "
+        f"chance to be revealed, so about {delta * size:.2g} of them may be. Choose a δ far below "
+        f"1/N, such as {0.01 / size:.1g}"
+    )
 
 
 def check_grid(terms: Iterable[Terms]) -> None:

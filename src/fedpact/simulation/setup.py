@@ -30,7 +30,7 @@ from fedpact.evaluation.intervals import check_public
 from fedpact.plan import Plan
 from fedpact.privacy.column_scales import advise_of_loud
 from fedpact.privacy.policy import Policy
-from fedpact.privacy.terms import Terms, check_grid, noisy_size
+from fedpact.privacy.terms import Terms, check_grid, delta_too_large, noisy_size
 from fedpact.simulation.machine import device_of
 from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
@@ -110,6 +110,9 @@ class SimulationSetup:
         scene.workshop.on(plan.run.device).bench(check=plan.run.device != "cpu")
         check_shares(plan, terms, workshop.size)
         check_grid(terms.values())
+        sizes = [] if plan.noisy_sizes else [(t.budget.delta, t.size) for t in terms.values()]
+        if told := delta_too_large(sizes):
+            logging.getLogger("fedpact").warning("%s: %s", raw.name, told)
         advise_of_loud(raw.name, ((one.columns, one.size) for one in terms.values()))
         return scene
 

@@ -116,7 +116,8 @@ class HandFederation:
         sigmas = {name: ratio * self.sigma for name, ratio in channels.items()}
         budget, opening = Budget(1.0, 1e-5), {}
         if opens:
-            noise = {name: ratio * self.sigma for name, ratio in opens.channels.items()}
+            ratios = opens.ratios(self.rate, 9)
+            noise = {name: ratio * self.sigma for name, ratio in ratios.items()}
             opening = {"opening_rate": opens.rate, "opening_sigmas": noise, "openings": 9}
         return Terms(
             site, self.sizes[site], self.rate, self.clip, sigmas, 9, budget, "best", **opening

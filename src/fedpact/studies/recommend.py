@@ -28,6 +28,7 @@ from fedpact.privacy.accounting.planner import (
 )
 from fedpact.privacy.column_scales import advise_of_loud, mean_noise
 from fedpact.privacy.settings import Privacy
+from fedpact.privacy.terms import delta_too_large
 from fedpact.simulation.setup import describe_undeclared_classes, is_table, load_data
 from fedpact.studies.circumstances import Circumstances, SiteNoise, check_kind, sizes_of, with_sites
 
@@ -41,19 +42,6 @@ _BIAS_SHARE: Final = 0.1  # of a longer record's length
 def heaviest(document: Mapping[str, Any]) -> float:
     """Return the factor of the largest class weight on a gradient's length, at least 1."""
     return max(1.0, *(document.get("task", {}).get("class_weights") or ()), 1.0)
-
-
-def delta_too_large(promised: Iterable[tuple[float, float]]) -> str:
-    """Return a warning about a δ of 1/N or more; promised: (δ, N) of each site; "" if none."""
-    worst = max(promised, key=lambda one: one[0] * one[1], default=(0.0, 0.0))
-    delta, size = worst
-    if not delta * size >= 1:
-        return ""
-    return (
-        f"δ = {upper(delta)} at a site of {size:g} records is too large: δ bounds each record's "
-        f"chance to be revealed, so about {delta * size:.2g} of them may be. Choose a δ far below "
-        f"1/N, such as {0.01 / size:.1g}"
-    )
 
 
 def noise_dominates(snr: float, *, columns: bool, alone: bool) -> tuple[str, str]:

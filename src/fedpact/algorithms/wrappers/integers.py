@@ -231,6 +231,7 @@ class _Units:
 
     batch_size = 1.0
     sampling_rate = 1e-12  # so that fednova makes the most steps
+    clip = math.inf
     noise_variance = 0.0
     steps_left = math.inf
     shares: Mapping[str, Tensor] = MappingProxyType({})

@@ -171,7 +171,6 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     from fedpact.privacy.guarantee import Guarantee
     from fedpact.privacy.terms import channels
     from fedpact.simulation.statement import state_evaluation
-    from fedpact.studies.recommend import delta_too_large
 
     out = plain_console()
     plan = scene.plan
@@ -220,9 +219,6 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
             f"Distributed noise: ε and σ assume {condition}, who keep their shares secret; ε alone "
             "holds even if all others collude."
         )
-    sizes = ((terms.budget.delta, terms.size) for terms in scene.terms.values())
-    if not plan.noisy_sizes and (too_large := delta_too_large(sizes)):
-        out.print(f"WARNING: {too_large}.")
     moved = _describe_shift(scene)
     for name, terms in document["sites"].items():
         if (of := terms["columns"]) is not None:

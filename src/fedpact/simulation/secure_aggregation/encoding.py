@@ -510,6 +510,7 @@ class NoisySumOracle:
     sums: channel -> integers, as float64. terms: of any of the sites. batch_size: Σ q_i N_i.
     """
 
+    clip = math.inf
     noise_variance = 0.0
     sampling_rate = 1.0
     steps_left = math.inf
