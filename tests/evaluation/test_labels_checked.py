@@ -73,6 +73,14 @@ def test_a_regression_model_error_says_what_to_return(tmp_path):
         )
 
 
+@pytest.mark.parametrize(("last", "told"), [(nn.Softmax, True), (nn.LogSoftmax, False)])
+def test_a_softmax_under_cross_entropy_is_warned_of(last, told, tmp_path, caplog):
+    """A logarithm of probabilities is unchanged by another softmax; the probabilities are not."""
+    y = (X[:, 0] > 0).astype(np.int64)
+    fedpact.run(lambda: nn.Sequential(nn.Linear(4, 2), last(1)), (X, y), **SETTINGS, out=tmp_path)
+    assert ("before the softmax" in caplog.text) is told
+
+
 class Net(nn.Module):
     def __init__(self, n_features, n_classes=2):
         super().__init__()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedpact.algorithms.wrappers.optimizers import check_head
 from fedpact.common.errors import FedpactError, ModelError
-from fedpact.common.losses import Loss
+from fedpact.common.losses import Loss, cross_entropy
 from fedpact.common.params import TOKENS, FlatModel, keeping_modes
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.common.user_code import is_own
@@ -248,6 +248,12 @@ class TrainingSetup:
             # In a plain run the model need not accept dummy records; in a private run it has been
             # tried on them. Failures at real records will show in training.
             return
+        if self.loss is cross_entropy and _are_probabilities(outputs):
+            _logger.warning(
+                "model %s returns probabilities, of which the loss, cross_entropy, takes the "
+                "softmax once more: it would learn little; return what comes before the softmax",
+                self.plan.model,
+            )
         if y.ndim > 2 and outputs.shape[2:] != y.shape[1:]:
             raise ModelError(
                 f"model {self.plan.model!r} returns {tuple(outputs.shape[1:])} for a record, but "
@@ -363,3 +369,9 @@ class TrainingSetup:
             with torch.no_grad():
                 shape = (len(x), *self.module()(x).shape[2:])
         return torch.randint(self.classes, shape, generator=generator)
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    """Whether each row of outputs [n, K] looks like a softmax's."""
+    rows = outputs.dim() == 2 and outputs.shape[1] > 1 and outputs.is_floating_point()
+    return rows and bool((outputs >= 0).all() and ((outputs.sum(1) - 1).abs() < 1e-4).all())
