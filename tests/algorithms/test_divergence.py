@@ -33,7 +33,12 @@ def ends(tmp_path, data, **tables):
 )
 def test_a_private_movement_without_bound(solver, rate, accuracy, tmp_path, data):
     """Each difference's noise follows the movement and makes the next one longer."""
-    settings = {"solver": solver, "learning_rate": rate, "difference_bound": 100.0, "local_steps": 20}
+    settings = {
+        "solver": solver,
+        "learning_rate": rate,
+        "difference_bound": 100.0,
+        "local_steps": 20,
+    }
     if accuracy:
         settings["accuracy"] = accuracy
     told = ends(tmp_path, data, algorithm="fedproxvr", settings=settings, privacy=PRIVATE)

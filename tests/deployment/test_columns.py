@@ -16,6 +16,7 @@ from fedpact.api import load
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
+from fedpact.deployment import federation
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site, answer
@@ -317,6 +318,14 @@ def test_addresses_keys_and_patience_are_of_each_party(begin):
     assert other.agreed(site.plan) == site.agreed
     larger = {**site.federation.sites, "site-00": member.model_copy(update={"size": 1e6})}
     assert other.model_copy(update={"sites": larger}).agreed(site.plan) != site.agreed
+
+
+@pytest.mark.parametrize(("version", "alike"), [("0.1.9", True), ("0.2.0", False)])
+def test_parties_have_the_same_minor_version(version, alike, begin, monkeypatch):
+    run, _ = begin()
+    site = run.nodes[1].site
+    monkeypatch.setattr(federation, "version", lambda name: {"fedpact": version}[name])
+    assert (site.federation.agreed(site.plan) == site.agreed) is alike
 
 
 def test_parties_that_declare_otherwise_do_not_open(begin):

@@ -10,6 +10,7 @@ import json
 import re
 import tomllib
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -240,12 +241,14 @@ class Federation(BaseModel):
         """Return a digest of everything that must be the same at every party.
 
         It covers the plan and this agreement, except address, patience, checks and keys, which may
-        differ between parties or are proven by use.
+        differ between parties or are proven by use; and which minor version of fedpact runs, as
+        another may give a plan another meaning.
         """
         own = self.model_dump(mode="json", include=_AGREED)
         sites = {name: member.size for name, member in sorted(self.sites.items())}
         of_plan = {k: v for k, v in plan.document().items() if k not in _OF_ONE_PARTY}
-        whole = json.dumps([own, sites, of_plan], sort_keys=True)
+        minor = version("fedpact").split(".")[:2]
+        whole = json.dumps([own, sites, of_plan, minor], sort_keys=True)
         return hashlib.sha256(whole.encode()).hexdigest()
 
     def describe_labels(self, plan: Plan) -> RecordForm:

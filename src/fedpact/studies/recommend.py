@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fedpact.common.configuration import write_toml
 from fedpact.common.errors import InputError
-from fedpact.common.format import upper
 from fedpact.common.params import FlatModel
 from fedpact.data.advice import advise, find_undeclared, square
 from fedpact.data.features.extract import FeatureStage

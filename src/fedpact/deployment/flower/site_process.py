@@ -198,7 +198,8 @@ def _refuse_terms(site: Site, block: bytes) -> tuple[bytes, str]:
     about = (question.run, question.round) if isinstance(question, TrainingTask | Step) else ("", 0)
     told = (
         "refused: terms; the server has another plan.json or federation.toml than this site "
-        "(columns, sizes, labels, any setting), or another version of fedpact: compare both files"
+        "(columns, sizes, labels, any setting), or another minor version of fedpact: compare both "
+        "files, and `fedpact --version`"
     )
     return to_bytes(Refusal(*about, site.name, "terms")), f"round {about[1]}: {told}"
 
