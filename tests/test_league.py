@@ -70,15 +70,15 @@ def test_among_equals_chance_is_exceeded_on_one_page_in_twenty():
     """Four leagues of 27 of one law, together: 5 % or fewer have a lead beyond chance."""
     generator = np.random.default_rng(0)
     beyond = 0
-    for _ in range(100):
+    for _ in range(40):
         p = {}
         for e in EPSILONS:
             means = {str(i): list(generator.normal(80, 1, 3)) for i in range(27)}
             means["fedavg"] = means.pop("0")
             p |= {("x", e, name): lead.p for name, lead in page.ahead(means).items()}
         beyond += min(page.holm(p).values()) < page.ERROR
-    # Rarer than 5 ± 2.2 in 100: the leads of one league share FedAvg's own noise.
-    assert 1 <= beyond <= 11
+    # Rarer than 2 ± 1.4 in 40: the leads of one league share FedAvg's own noise.
+    assert 1 <= beyond <= 6
 
 
 def test_a_clear_winner_is_found():

@@ -18,6 +18,7 @@ from fedpact.algorithms import names
 from fedpact.cli import commands
 from fedpact.cli.reference import everything
 
+pytestmark = pytest.mark.slow  # a build of the whole site
 ROOT = Path(__file__).parents[1]
 NOWHERE = "http://127.0.0.1:9"
 # What a browser fetches by itself; a link that a reader may follow is none of it.

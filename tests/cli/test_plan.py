@@ -28,7 +28,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def scene(*overrides):
-    return SimulationSetup.of(Plan.read(None, ["rounds=20", "sites=2", *overrides]))
+    """Of the accountant that is quicker by far, as searches ask it many times."""
+    asked = "rounds=20", "sites=2", "privacy.accountant=rdp", *overrides
+    return SimulationSetup.of(Plan.read(None, [*asked]))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def scene(*overrides):
     ids=["a noisy size", "openings of rounds"],
 )
 def test_choice_keeps_the_budget_with_non_batch_releases(overrides):
-    whole = scene("privacy.accountant=rdp", *overrides)
+    whole = scene(*overrides)
     (case,) = optimise_budgets(whole, passes=4.0)["cases"]
     chosen, terms = case["chosen"], whole.terms["site-00"]
     history = terms.history(0, terms.openings)
@@ -76,14 +78,14 @@ def test_a_plain_run_has_nothing_to_choose():
         optimise_budgets(scene("privacy.mode=none"), None)
 
 
-@pytest.mark.parametrize(("sigma", "tau"), [(2.0, 1), (20.0, 3)])
+@pytest.mark.parametrize(("sigma", "tau"), [(2.0, 1), (8.0, 3)])
 def test_configured_noise_determines_the_steps(sigma, tau):
     """A σ that was given ends a run where its budget does, be it within the first round."""
     own = f"settings.local_steps={tau}", "sampling_rate=0.5", f"privacy.sigma={sigma}"
     (case,) = optimise_budgets(scene("algorithm=fedprox", *own), None)["cases"]
     for told in (case["configured"], case["chosen"]):
         event = SampledGaussian(told["sampling_rate"], told["sigma"])
-        assert epsilon(Counter({event: told["steps"]}), case["delta"]) <= case["epsilon"]
+        assert epsilon(Counter({event: told["steps"]}), case["delta"], "rdp") <= case["epsilon"]
         assert told["rounds"] <= 20
 
 
@@ -135,7 +137,7 @@ def test_plan_and_report_name_columns_as_documented(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     "changes",
     [
-        ["sites=12", "sites_per_round=5", "rounds=60", "settings.local_steps=1"],
+        ["sites=12", "sites_per_round=5", "rounds=60", "privacy.accountant=rdp"],
         ["sites=12", "rounds=60", "secure_aggregation.threshold=10", "privacy.trust=sum",
          "privacy.honest=5"],
     ],
@@ -174,7 +176,7 @@ def test_rounds_are_weighted_by_their_signal(budget):
     assert chosen["rounds"] == min(case["useful_rounds"], 50)
     # Noise that drowns ten records is no place for fifty rounds.
     assert (chosen["rounds"] < 10) == (budget < 1)
-    spent = epsilon({SampledGaussian(rate, chosen["sigma"]): steps}, case["delta"])
+    spent = epsilon({SampledGaussian(rate, chosen["sigma"]): steps}, case["delta"], "rdp")
     assert 0.99 * budget < spent <= budget
 
 
@@ -183,10 +185,9 @@ PROPOSED = [
     {"sites": 1},
     {"sampling_rate": 1.0},
     {"sampling_rate": 0.001},
-    {"privacy": {"accountant": "rdp"}},
+    {"privacy": {"accountant": "pld"}},
     {"privacy": {"mode": "batch_clipped"}},
     {"budget": {"spare_rounds": 10}},
-    {"algorithm": "ldp_fedsgd"},
     {"algorithm": "fedproxvr"},
     {"privacy": {"trust": "sum", "honest": 2}, "secure_aggregation": {"threshold": 3}},
 ]
@@ -194,7 +195,8 @@ PROPOSED = [
 
 @pytest.mark.parametrize(("tables", "passes"), spread(PROPOSED, (None, 40.0), one_in=2), ids=str)
 def test_the_proposed_plan_has_the_stated_properties(tables, passes):
-    tables = {"sites": 3, "rounds": 10, **tables}
+    privacy = {"accountant": "rdp", **tables.get("privacy", {})}
+    tables = {"sites": 3, "rounds": 10, **tables, "privacy": privacy}
     plan = Plan.parse(tables)
     (case,) = optimise_budgets(SimulationSetup.of(plan), passes)["cases"]
     told = case["chosen"]
@@ -278,9 +280,8 @@ def test_it_says_how_far_noise_moves_a_released_mean(tmp_path, caplog):
         caplog.clear()
 
 
-@pytest.mark.parametrize(
-    "trust", [pytest.param((), marks=pytest.mark.slow), ("--trust", "sum")], ids=["own", "sum"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("trust", [(), ("--trust", "sum")], ids=["own", "sum"])
 def test_of_unlike_budgets_as_many_rounds_pay_as_was_recommended(tmp_path, trust):
     out = tmp_path / "study.toml"
     asked = ("recommend", "digits", "--epsilon", "0.5,1,2", *trust, "--out", str(out), "--json")

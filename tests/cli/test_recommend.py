@@ -92,7 +92,7 @@ def test_noise_for_the_sum_has_its_threshold():
     assert found["secure_aggregation"] == {"threshold": 8}
 
 
-@pytest.mark.parametrize("honest", [1, 2, 9])
+@pytest.mark.parametrize("honest", [1, 9])
 def test_shared_noise_plan_runs_with_few_honest_sites(tmp_path, honest):
     out = tmp_path / "study.toml"
     asked = ("digits", "--epsilon", "1", "--trust", "sum", "--honest", str(honest))
@@ -313,7 +313,7 @@ def test_text_gets_logistic_regression_on_its_last_words(tmp_path):
     assert {each["what"] for each in one["alternatives"]} >= {"lstm", "transformer"}
     plan = tmp_path / "study.toml"
     assert cli(*asked, "--out", str(plan)).exit_code == 0
-    run = cli("run", str(plan), "--out", str(tmp_path / "run"))
+    run = cli("run", str(plan), "--out", str(tmp_path / "run"), "--set", "run.evaluate_every=1000")
     assert run.exit_code == 0, run.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     # The next character follows from the last; the most frequent one is a sixth of them.
@@ -540,6 +540,7 @@ def told(size, sigma, clip):
     return {"batch_size": size, "noise_variance": (sigma * clip / size) ** 2}
 
 
+@pytest.mark.slow
 def test_a_careful_sites_noise_does_not_drown_the_others_answers(tmp_path):
     """All records alike, whatever their sites' budgets, has about 80 %."""
     out = tmp_path / "study.toml"

@@ -80,13 +80,7 @@ def top(modules):
         (("run", "--help"), 0, "--engine"),
         (("tune", "fedproxvr", "--help"), 0, "--gamma"),
         (("run", "--set", "privacy.epsilom=1"), 2, "privacy.epsilom is not a known key"),
-        (
-            ("plan", "--set", "settings.learning_rat=1"),
-            2,
-            "settings.learning_rat is not a known key",
-        ),
-        (("audit", "--set", "rouns=1"), 2, "rouns is not a known key"),
-        (("compare", "--set", "rouns=1"), 2, "rouns is not a known key"),
+        (("compare", "--set", "settings.learning_rat=1"), 2, "learning_rat is not a known key"),
         (("deploy", "init", "d", "--set", "rouns=1"), 2, "rouns is not a known key"),
         (("settings", "privacy.epsilon"), 0, "[privacy]"),
         (("settings", "privcy", "--json"), 2, "the nearest is 'privacy'"),
@@ -95,9 +89,7 @@ def top(modules):
         (("rnu",), 2, "Did you mean 'run'?"),
         (("run", "--otu", "x"), 2, "--out"),
         (("run", "--rounds", "5"), 2, "it is set as --set rounds=5"),
-        (("run", "--rounds"), 2, "it is set as --set rounds=VALUE"),
         (("plan", "--learning-rate=1"), 2, "--set settings.learning_rate=1"),
-        (("compare", "--privacy.epsilon", "5"), 2, "it is set as --set privacy.epsilon=5"),
         (("run", "--set", "privacy.epsilon", "2"), 2, "= and no space between them"),
         (("run", "rounds=3"), 2, "a key is set as --set rounds=3"),
     ],
@@ -173,7 +165,9 @@ def test_help_shows_them(call):
     assert "fedpact run --set algorithm=scaffold --set rounds=20" in out
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell", ["bash", *(pytest.param(shell, marks=pytest.mark.slow) for shell in ("zsh", "fish"))]
+)
 def test_shell_completion_loads_nothing(call, shell):
     """And its script is printed as the README says."""
 

@@ -39,7 +39,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS][1:])  # under masks are the scales, too
+@pytest.mark.parametrize(  # under masks are the scales, too
+    "kind",
+    ["shared", "heads", pytest.param("own models", marks=pytest.mark.slow), "scales under masks"],
+)
 def test_it_releases_the_simulations_noisy_values_only(federate, tmp_path, kind):
     asked = {"rounds": 2, "evaluation": HELD, **KINDS[kind]}
     if "records" in asked:

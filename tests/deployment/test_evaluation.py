@@ -59,7 +59,7 @@ def test_evaluation_runs_when_due_and_last_and_is_charged(ran):
         assert found["epsilon_spent"][site] == pytest.approx(epsilon({event: 2}, 1e-5, "rdp"))
 
 
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_server_restarted_after_an_evaluation_rejects_no_site(federate, number, monkeypatch):
     """It asks for the round's training again, and sites send replies older than what it saw."""
     run = federate(TEST_SEEDS, **PLAN)

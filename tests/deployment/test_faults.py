@@ -158,6 +158,7 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
             print(path, path.read_text()[-3000:], sep="\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_parties_are_killed(make, tmp_path):
     survive(make, tmp_path / "d", rounds=2, kills=1, spare=4, pause=2, sites=1)

@@ -37,6 +37,12 @@ def written(make, tmp_path_factory):
     return make(where / "d", data=str(where / "t.npz"))
 
 
+@pytest.fixture(autouse=True)
+def one_weight(monkeypatch):
+    """Tried are others too, which takes most of the time: see evaluation/test_tuning.py."""
+    monkeypatch.setattr("fedpact.evaluation.personal.WEIGHTS", (0.1,))
+
+
 def task_of(site, number=1):
     d = site.plan.method.init(torch.zeros(12)).vectors["w"].numel()
     return site_task(site, number, vectors={"w": torch.zeros(d)})

@@ -124,6 +124,7 @@ def test_without_names_no_person_is_protected(of_persons):
         Site(directory)
 
 
+@pytest.mark.slow
 def test_tuning_keeps_a_persons_records_together(make, visits, tmp_path, monkeypatch):
     """Deployed and simulated, of a plan that protects records; test_tuning says how."""
     monkeypatch.setattr("fedpact.evaluation.personal.WEIGHTS", (1.0,))

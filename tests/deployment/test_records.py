@@ -121,7 +121,7 @@ def test_outgoing_message_form_is_independent_of_records(make, tmp_path, algorit
     codes = [entry.code for entry in clean if isinstance(entry, Refusal)]
     assert set(codes) == {"budget"}
     # What a site reads is the same for all algorithms; what they make of it is tried on a few.
-    names = BAD_IMAGES if algorithm == "fedavg" else ("3e38", "all bad", "twenty times as many")
+    names = BAD_IMAGES if algorithm == "fedavg" else ("all bad", "twenty times as many")
     for name in names:
         change = BAD_IMAGES[name]
         store(site_dir, *change(x, y))
@@ -145,7 +145,7 @@ def word_sites(make, tmp_path_factory, of_users):
     return make(where / "d", settings={"local_steps": 1}, rounds=2, **plan, **EQUAL_LENGTHS)
 
 
-@pytest.mark.parametrize(("vocabulary", "words"), [(None, (50, 2**40, "word")), (50, (-1, 0.5))])
+@pytest.mark.parametrize(("vocabulary", "words"), [(None, (50, "word")), (50, (-1,))])
 def test_a_word_that_the_model_does_not_have_leaves_no_trace(
     word_sites, tmp_path, vocabulary, words, caplog
 ):

@@ -40,25 +40,26 @@ def _asked(tmp_path, task, x=X, model=None, **arrays):
     named = {} if model is None else {"model": f"{__name__}:{model}"}
     if task["kind"] == "next_token":
         named["records"] = {"vocabulary": 9}
-    return {"data": str(tmp_path / "own.npz"), "rounds": 1, "sites": 2, "task": task, **named}
+    asked = {"data": str(tmp_path / "own.npz"), "rounds": 1, "sites": 2, "sampling_rate": 0.5}
+    return {**asked, "task": task, **named}
 
 
 @pytest.mark.parametrize(
     ("task", "y", "x", "model"),
     [
         (NUMBER, PRESSURE, X, None),
-        ({"kind": "multi_label"}, SEVERAL, X, None),
-        pytest.param(
-            *({"kind": "segmentation"}, (IMAGES[:, 0] > 0).astype(int), IMAGES, "segmenter"),
-            marks=pytest.mark.slow,
-        ),
         ({"kind": "tokens"}, TAGS, WORDS, "Tagger"),
-        ({"kind": "next_token"}, WORDS[:, 0], WORDS, "Speaker"),
-        pytest.param(
-            *({"kind": "classification"}, TAGS[:, 0], WORDS, "Reader"), marks=pytest.mark.slow
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({"kind": "multi_label"}, SEVERAL, X, None),
+                ({"kind": "segmentation"}, (IMAGES[:, 0] > 0).astype(int), IMAGES, "segmenter"),
+                ({"kind": "next_token"}, WORDS[:, 0], WORDS, "Speaker"),
+                ({"kind": "classification"}, TAGS[:, 0], WORDS, "Reader"),
+            )
         ),
     ],
-    ids=["number", "several", "pixels", "tokens", "next", "text"],
+    ids=["number", "tokens", "several", "pixels", "next", "text"],
 )
 def test_a_deployment_has_the_simulations_bits(federate, tmp_path, task, y, x, model):
     asked = _asked(tmp_path, task, x, model, y=y)

@@ -316,8 +316,18 @@ def test_a_bad_reply_is_rejected_and_the_round_continues(federate):
         assert admission.fault("site-00", task, bad, lossy) == right
 
 
+# The suite has one of each kind: remembers, opens rounds, has heads, losses or gradients.
+FORMS = ("ali_dpfl", "fedavg", "feddyn", "fedproxvr", "fedrep", "ldp_fedsgd", "qffl")
+
+
 # fedfair has no private form, and a deployment trains no other.
-@pytest.mark.parametrize("name", sorted(set(algorithms.names()) - {"fedfair"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FORMS else pytest.mark.slow)
+        for name in sorted(set(algorithms.names()) - {"fedfair"})
+    ],
+)
 def test_the_form_of_a_reply_is_found_for_every_algorithm(federate, name):
     """Two rounds, as the first may not know yet what later ones send.
 

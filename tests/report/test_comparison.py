@@ -469,7 +469,6 @@ def test_settings_left_at_different_defaults_are_not_choices(tmp_path):
     assert [d.key for d in differences(plans) if d.unequal] == ["settings.local_steps"]
 
 
-@pytest.mark.drawn
 def test_swept_accuracy_is_mean_and_deviation_over_seeds(tmp_path):
     """Two algorithms at three ε each, as if a list had been typed in any order."""
     finals = {("a", 4.0): [0.7, 0.9], ("a", 0.5): [0.1, 0.3], ("b", 0.5): [0.2, 0.2]}

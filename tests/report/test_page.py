@@ -219,34 +219,40 @@ def test_values_that_no_site_releases_are_marked(build):
 
 
 @pytest.mark.drawn
-def test_names_are_text_and_nothing_else(build):
-    names = ["<b>", '"><script>alert(1)</script>', "$\\frac{$", "a&b", "医院"]
-    refused = dict.fromkeys(names, "policy")
-    found = page(build([*names, "other"], labels=(*names, "$x$"), refused=refused))
+def test_names_are_text_and_a_diverged_run_is_reported(build):
+    names = ["<b>", '"><script>alert(1)</script>', "$\\frac{$", "a&b", "医院", "clinic-1"]
+    lost = {name: SiteScore(0.1, math.inf, 10) for name in names}
+    lost["clinic-1"] = SiteScore(math.nan, math.nan, 10)
+    changes = {"accuracy": 0.1, "loss": math.nan, "metrics": {"psi": math.inf}, "scores": lost}
+    refused = dict.fromkeys(names[:-1], "policy")
+    found = page(build(names, labels=(*names, "$x$"), refused=refused, **changes))
     assert found.crossed == []
     assert "script" not in found.tags
     assert "b" not in found.tags
     assert all(name in found.text for name in names)
+    assert "mean loss not a number" in found.text
+    assert "In 1 round spread of losses Ψ was not finite" in found.text
+    assert "clinic-1; the worst 10 % have not a number" in found.text
 
 
 @pytest.mark.drawn
 def test_hundreds_of_sites_stay_legible_and_small(build):
-    names = [f"ward-{i:04}" for i in range(300)]
-    folder = build(names, rounds=8, budgets=[1 + i / 1000 for i in range(300)])
+    names = [f"ward-{i:04}" for i in range(200)]
+    folder = build(names, budgets=[1 + i / 1000 for i in range(200)])
     found = page(folder)
-    assert len(found.source.encode()) < 5_000 * 300
+    assert len(found.source.encode()) < 5_000 * 200
     table = set(re.findall(r'<th class="wrap">(ward-\d{4})</th>', found.source))
     assert table == set(names)
     drawn = " ".join(re.findall(r"<svg.*?</svg>", found.source, re.DOTALL))
     assert "ward-" not in drawn
-    assert "300 different budgets" in found.text
+    assert "200 different budgets" in found.text
 
 
 @pytest.mark.drawn
 def test_figures_have_room_for_long_names(build):
     # matplotlib warns where a figure's decorations leave no room; the suite makes that an error.
     names = [f"a-very-long-name-of-a-hospital-{i}" for i in range(20)]  # more are not named
-    classes = tuple(f"a-very-long-name-of-a-label-{i}" for i in range(100))
+    classes = tuple(f"a-very-long-name-of-a-label-{i}" for i in range(30))
     allowed = [1.23456 + i % 4 for i in range(20)]
     found = page(build(names, labels=classes, budgets=allowed))
     assert len(found.titles()) == 6
@@ -285,18 +291,6 @@ def test_refusals_say_who_why_and_when(build):
     assert "No site refused" in page(build(FIVE)).text
 
 
-@pytest.mark.drawn
-def test_a_diverged_run_is_reported(build):
-    lost = {name: SiteScore(0.1, math.inf, 10) for name in FIVE}
-    lost["clinic-1"] = SiteScore(math.nan, math.nan, 10)
-    text = page(
-        build(FIVE, accuracy=0.1, loss=math.nan, metrics={"psi": math.inf}, scores=lost)
-    ).text
-    assert "mean loss not a number" in text
-    assert "In 1 round spread of losses Ψ was not finite" in text
-    assert "clinic-1; the worst 10 % have not a number" in text
-
-
 def test_defaults_are_distinguished_from_given_values(build):
     plan = {"settings": {"learning_rate": 0.125, "local_steps": 7}, "seed": 0}
     folder = change(build(["a"]), "plan", **plan, defaults=["seed", "settings.local_steps"])
@@ -331,7 +325,6 @@ def test_a_run_at_its_beginning_has_a_page(build):
     assert "Who holds what" not in found.titles()
 
 
-@pytest.mark.drawn
 def test_a_run_without_evaluation_has_a_page(build):
     folder = build(FIVE, rounds=0, accuracy=None, loss=None, metrics={}, scores={})
     assert "[evaluation] share = 0.2" in page(folder).text

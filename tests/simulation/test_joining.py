@@ -37,7 +37,8 @@ def some_data():
 
 def plan_of(**tables):
     partition = {"kind": "natural", "held_out": 0.3}
-    return Plan.parse({"rounds": 2, "sites": 2, "partition": partition, **tables})
+    asked = {"rounds": 2, "sites": 2, "partition": partition, "privacy": {"accountant": "rdp"}}
+    return Plan.parse({**asked, **tables})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,27 +73,19 @@ def test_figures_use_held_out_records_and_local_models(run):
     assert data.x.shape == (240, 2)
 
 
-def test_nothing_but_joining_json_is_written(run, tmp_path):
+def test_each_site_is_reported_and_nothing_else_is_written(tmp_path):
     """Tuned models are nobody's but the site's: no file of the run has one, and no ledger grows."""
-    folder, data = tmp_path / "run", some_data()
-    simulate(plan_of(), folder, data=data)
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    told = []
-    of_run(folder, data, on_site=lambda *site: told.append(site))
-    assert told == [("s0", 2), ("s1", 2)]
-    after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    assert after.keys() - before.keys() == {folder / "joining.json"}
-    assert all(after[path] == block for path, block in before.items())
-
-
-def test_each_site_is_reported_without_a_terminal(tmp_path):
     data, folder = some_data(), tmp_path / "run"
     site = np.array(data.site)
     np.savez(tmp_path / "d.npz", x=data.x.numpy(), y=data.y.numpy(), site=site)
     simulate(plan_of(data=str(tmp_path / "d.npz")), folder)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     found = CliRunner().invoke(app, ["personalise", str(folder), "--json"])
     assert found.stderr.splitlines() == ["s0: site 1 of 2", "s1: site 2 of 2"]
     assert json.loads(found.stdout)["sites"].keys() == {"s0", "s1"}
+    after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert after.keys() - before.keys() == {folder / "joining.json"}
+    assert all(after[path] == block for path, block in before.items())
 
 
 def test_the_page_and_the_sentence_say_for_whom_it_paid(run):
@@ -181,7 +174,7 @@ def test_local_in_compare_is_mr_mtl_with_lambda_0():
 @pytest.mark.usefixtures("here")
 def test_stopped_comparison_pauses_joining_and_resumes(tmp_path):
     table = people(tmp_path / "people.csv", rows=80)
-    plan = Plan.parse({**table, "rounds": 1, "sites": 2, "partition": {"held_out": 0.0}})
+    plan = plan_of(**table, rounds=1, partition={"held_out": 0.0})
     told, folder = [], tmp_path / "c"
 
     def on_news(news):
@@ -210,6 +203,7 @@ def test_compare_says_it_from_one_command(tmp_path):
     lines = [f"{x[0]},{x[1]},{y},{site}" for x, y, site in rows]
     table.write_text("\n".join(["u,v,label,hospital", *lines]) + "\n")
     settings = {
+        "privacy.accountant": "rdp",
         "rounds": 2,
         "sites": 2,
         "partition.kind": "natural",

@@ -224,7 +224,7 @@ def test_bytes_include_the_models_of_evaluations(tmp_path):
     assert told == pytest.approx(summary["bytes_down"] + summary["bytes_up"], rel=0.15)
 
 
-@pytest.mark.parametrize("compression", ["none", "grid", "topk"])
+@pytest.mark.parametrize("compression", ["none", "topk"])
 def test_bytes_are_of_those_that_take_part(tmp_path, compression):
     of = {**PLAN, "compression": {"kind": compression}, "server": {"average": "tail"}}
     told = forecast(SimulationSetup.of(Plan.parse(of)))["bytes"]

@@ -161,17 +161,18 @@ def test_a_model_that_mixes_records_is_refused(tmp_path, own_models):
         simulate(plan(model="models_of_users:centred"), tmp_path / "run")
 
 
-@pytest.mark.parametrize("model", ["shifted", "bounded_in_place"])
-def test_a_model_that_writes_to_its_records_gets_copies(tmp_path, own_models, model):
+@pytest.mark.parametrize(
+    ("model", "mode"), [("shifted", "none"), ("bounded_in_place", "per_sample")]
+)
+def test_a_model_that_writes_to_its_records_gets_copies(tmp_path, own_models, model, mode):
     """Even if it leaves dummy records alone; a second run is the same."""
     x, y = 200 * torch.randn(40, 6), torch.randint(3, (40,))
     data, before = from_arrays(x, y), x.clone()
-    for mode in ("none", "per_sample", "batch_clipped"):
-        asked = plan(model=f"models_of_users:{model}", rounds=1, privacy={"mode": mode})
-        one, two = (simulate(asked, tmp_path / f"{mode}{i}", data=data) for i in range(2))
-        assert torch.equal(data.x, before)
-        weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
-        assert all(torch.equal(a, b) for a, b in weights)
+    asked = plan(model=f"models_of_users:{model}", rounds=1, privacy={"mode": mode})
+    one, two = (simulate(asked, tmp_path / str(i), data=data) for i in range(2))
+    assert torch.equal(data.x, before)
+    weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in weights)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def test_statement_and_ledger_name_the_accounting_used(tmp_path, mode, used):
     assert ("releases were planned before the run, so the reserved" in shown) == (mode != "none")
 
 
-@pytest.mark.parametrize("mode", ["per_sample", "batch_clipped", "none"])
+@pytest.mark.parametrize("mode", ["per_sample", "none"])
 def test_a_model_with_dropout_is_trained_and_repeated(tmp_path, own_models, mode):
     chosen = plan(model="models_of_users:dropping", rounds=2, privacy={"mode": mode})
     runs = [simulate(chosen, tmp_path / name) for name in ("run", "again")]
@@ -314,7 +315,7 @@ def test_a_run_is_not_resumed_with_different_records(tmp_path):
     assert simulate(mine, out).summary["status"] == "finished"
 
 
-@pytest.mark.parametrize("begun", [None, DRAWS - 1, DRAWS + 1])
+@pytest.mark.parametrize("begun", [None, DRAWS + 1])
 def test_a_run_with_other_draws_is_not_resumed(tmp_path, begun):
     """A round carried out again would be another release under the first one's charge."""
     out = tmp_path / "run"
@@ -424,8 +425,8 @@ def test_a_repeated_round_is_the_same_release(tmp_path):
 
 def test_evaluated_rounds_follow_from_the_plan_alone(tmp_path):
     few = from_arrays(torch.randn(20, 2), torch.arange(20) % 2)
-    asked = {"rounds": 151, "sites": 2, "run": {"workers": 1}, "privacy": {"mode": "none"}}
+    asked = {"rounds": 101, "sites": 1, "run": {"workers": 1}, "privacy": {"mode": "none"}}
     result = simulate(Plan.parse(asked), tmp_path, data=few)
-    # Every third, with the first and the last.
+    # Every second, with the first and the last.
     found = [record.round for record in result.records if record.accuracy is not None]
-    assert found == [*range(0, 151, 3), 151]
+    assert found == [*range(0, 101, 2), 101]

@@ -184,8 +184,8 @@ def test_neighbour_sum_equals_full_sum_for_any_survivors(many):
     mine, session = many
     draw = random.Random(3)
     mine.up_to(session, "roster")
-    for number, gone in enumerate([*range(0, 7, 2), *range(0, 7, 2)], 1):
-        steps = draw.choices(SLOW[3:], k=gone) if number > 4 else ["masked"] * gone
+    for number, gone in enumerate([0, 3, 6, 2, 6], 1):
+        steps = draw.choices(SLOW[3:], k=gone) if number > 3 else ["masked"] * gone
         away = dict(zip(draw.sample(mine.sites, gone), steps, strict=True))
         last = "unmask" if gone else "open"
         this = mine.up_to(session, last, away, number)
