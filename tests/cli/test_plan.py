@@ -16,6 +16,7 @@ from fedpact.cli.commands.plan import plan as show_plan
 from fedpact.cli.main import app
 from fedpact.common.errors import FedpactError, PlanError
 from fedpact.plan import Plan
+from fedpact.privacy.accounting import planner
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 from fedpact.privacy.column_scales import most_moved
 from fedpact.report.page import render_run
@@ -27,8 +28,14 @@ from fedpact.studies.circumstances import optimise_budgets
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def few_candidates(monkeypatch):
+    """Each takes a search; whether the best of all is found is for test_planner.py."""
+    monkeypatch.setattr(planner, "_HALVINGS", 2)
+    monkeypatch.setattr(planner, "_LOCAL_STEPS", (1, 4))
+
+
 def scene(*overrides):
-    """Of the accountant that is quicker by far, as searches ask it many times."""
     asked = "rounds=20", "sites=2", "privacy.accountant=rdp", *overrides
     return SimulationSetup.of(Plan.read(None, [*asked]))
 

@@ -36,6 +36,8 @@ from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.simulation.secure_aggregation import keys
 
 STEPS = 2  # local iterations of a round: what each round is charged
+
+
 def told(site, *numbers, seen=(0, "")):
     """The answers to rounds' tasks, each after the one before has been seen by the server."""
     answers = []

@@ -175,9 +175,7 @@ def test_a_sum_of_two_attempts_stays_masked(federation, listed):
             getattr(session, f"take_{step}")(name, given)
     task = Task(site.run, 1, method.name, dict(told.vectors), dict(told.numbers), included=-1)
     for attempt in (0, 1):
-        tasks = {
-            name: replace(task, attempt=attempt if name == "site-00" else 0) for name in sites
-        }
+        tasks = {name: replace(task, attempt=attempt if name == "site-00" else 0) for name in sites}
         total = sum_of_a_slot(sites, session, tasks, listed)
         coding = masker._coding
         own = sum(coding.encode(task, _stored(one)).astype(np.uint64) for one in sites.values())

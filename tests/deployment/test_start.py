@@ -26,7 +26,9 @@ def forbid(node):
     return lambda: path.write_text(text)
 
 
-@pytest.mark.parametrize(("threshold", "released"), [(0, True), pytest.param(2, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("threshold", "released"), [(0, True), pytest.param(2, False, marks=pytest.mark.slow)]
+)
 def test_two_refusals_of_three_charge_no_site(federate, tmp_path, threshold, released):
     """Also where a run begins with a release of its own, before the first round."""
     plan = {"data": table(tmp_path / "t.csv"), "label": "out", "rounds": 2}

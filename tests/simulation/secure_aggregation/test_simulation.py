@@ -31,11 +31,12 @@ def w(result):
 @pytest.mark.parametrize(
     "tables",
     [
-        {"settings": {"local_steps": 2}},
         {"algorithm": "ldp_fedsgd", "batch_size": 30.0},
         {"algorithm": "scaffold", "fairness": {"weight": 0.1}},
-        {"algorithm": "fedfdp", "server": {"optimiser": "momentum"}},
         {"algorithm": "fedavg", "privacy": {"mode": "none"}},
+        pytest.param(
+            {"algorithm": "fedfdp", "server": {"optimiser": "momentum"}}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda tables: "-".join(map(str, tables)),
 )
