@@ -16,10 +16,10 @@ FOLDER = ROOT / "docs" / "notebooks"
 # What each has to show, beside that no cell fails.
 SHOWN = {
     "first-run": ("SIMULATION", "privacy.epsilon", "<progress", "Accuracy over rounds"),
-    "own-data-and-model": ("worst site", "model.pt", "p(yes)", "Accuracy of the sites"),
 }
 # A comparison is many runs, and parties of a deployment are processes of Flower's: a minute.
 SLOW = {
+    "own-data-and-model": ("worst site", "model.pt", "p(yes)", "Accuracy of the sites"),
     "compare-and-choose": ("worst_accuracy", "Accuracy over privacy.epsilon", "4 runs of 16"),
     "deployment": ("epsilon_per_run", "ε spent of ε allowed", "reserved"),
 }

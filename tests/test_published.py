@@ -12,9 +12,16 @@ from experiments.recommend import unlike
 
 ROOT = Path(__file__).parents[1] / "experiments" / "beyond"
 ARCHIVES = sorted((ROOT / "published").glob("*.zip"))
+LARGE = ("adult", "adult-iid")
 
 
-@pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in LARGE else ())
+        for path in ARCHIVES
+    ],
+)
 def test_receipts_and_partitions_are_those_of_the_stored_figures(path):
     stored = Stored(path.stem).found
     with zipfile.ZipFile(path) as archive:

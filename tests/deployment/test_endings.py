@@ -131,18 +131,14 @@ def serve(directory, moment, held_up=lambda: None):
     "moment",
     [
         ("push_object", "2"),  # in a thread of Flower's
-        *(  # the last of them in a thread of ours, which waits for Flower's
-            pytest.param(moment, marks=pytest.mark.slow)
-            for moment in (
-                ("push_messages", "1"),
-                ("pull_messages", "1"),
-                ("pull_object", "3"),
-                ("confirm_message_received", "1"),
-                ("pull_object", "1"),
-            )
-        ),
+        ("push_messages", "1"),
+        ("pull_messages", "1"),
+        ("pull_object", "3"),
+        ("confirm_message_received", "1"),
+        ("pull_object", "1"),  # in a thread of ours, which waits for Flower's
     ],
 )
+@pytest.mark.slow
 def test_server_whose_superlink_is_killed_exits(tmp_path, moment):
     code, told = serve(tmp_path, moment)
     assert code == TransportLost.exit_code == 69, told
@@ -156,7 +152,8 @@ def test_a_blocked_server_exits_too(tmp_path):
         processes._LOST_SECONDS = 0.1
         threading.Thread(target=threading.Event().wait).start()
 
-    assert serve(tmp_path, ("pull_messages", "3"), stuck)[0] == TransportLost.exit_code
+    code, told = serve(tmp_path, ("pull_messages", "3"), stuck)
+    assert code == TransportLost.exit_code == 69, told
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_it_releases_the_simulations_noisy_values_only(federate, tmp_path, kind)
     assert ("Each site evaluates its own model" in said) == own
 
 
-@pytest.mark.parametrize("kind", ["masked", "heads"])
+@pytest.mark.parametrize("kind", [pytest.param("masked", marks=pytest.mark.slow), "heads"])
 def test_owners_see_their_figures_where_nothing_is_released(federate, kind):
     run = federate({}, rounds=2, evaluation={"share": 0.3, "releases": []}, **KINDS[kind])
     run()

@@ -26,7 +26,7 @@ from fedpact.report.page import repeat
 from fedpact.report.run_summary import read_run
 from fedpact.simulation.simulate import simulate
 
-PLAN = {"rounds": 2, "sites": 2, "settings": {"local_steps": 4}}
+PLAN = {"rounds": 3, "sites": 2, "settings": {"local_steps": 4}}
 SITES = ("site-00", "site-01")
 
 
@@ -266,7 +266,7 @@ def check_that_the_logs_say_what_each_round_took(directory):
     logs = [(directory / "server", deployment.SERVER)]
     logs += [(directory / "sites" / name, deployment.SITE) for name in SITES]
     for where, pattern in logs:
-        assert sorted(deployment.by_round(where / "log.txt", pattern)) == [1, 2]
+        assert sorted(deployment.by_round(where / "log.txt", pattern)) == [1, 2, 3]
 
 
 def check_that_its_log_and_flowers_files_are_its_owners(site):

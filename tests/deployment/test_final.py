@@ -50,7 +50,9 @@ SECURE = {
 }
 
 
-@pytest.mark.parametrize("plan", [{}, SECURE], ids=["plain", "secure"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param({}, marks=pytest.mark.slow), SECURE], ids=["plain", "secure"]
+)
 def test_final_model_reaches_every_site_without_charge(federate, plan, caplog):
     run = federate(None, rounds=2, **plan)
     caplog.set_level("INFO", "fedpact")

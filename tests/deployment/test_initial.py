@@ -29,7 +29,8 @@ def test_parties_share_the_initial_model_with_the_simulation(federate, tmp_path)
     # The first question tells the digest of the start alone: the site made the same of its file.
     asked = from_bytes(run.nodes[0].heard[0])
     assert list(asked.vectors) == [START]
-    plan = {"rounds": 1, "sites": 3, "privacy": {"accountant": "rdp"}, "initial": start}
+    plan = {"rounds": 1, "sites": 3, "sampling_rate": 1.0, "initial": start}
+    plan["privacy"] = {"accountant": "rdp"}
     plan["settings"] = {"local_steps": 2}
     simulated = fedpact.run(Plan.parse(plan), tmp_path / "same").folder
     there = load_file(run.directory / "server" / "run" / "model.safetensors")

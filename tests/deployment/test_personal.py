@@ -63,7 +63,9 @@ def finished(deployment, site_dir):
     return final
 
 
-def test_it_writes_one_file_which_says_that_it_is_not_private(deployment, site_dir, finished):
+def test_it_writes_one_file_which_says_that_it_is_not_private(
+    deployment, site_dir, finished, tmp_path
+):
     before = files(deployment)
     found = personalise_site(site_dir)
     after = files(deployment)
@@ -79,6 +81,13 @@ def test_it_writes_one_file_which_says_that_it_is_not_private(deployment, site_d
         n: v.shape for n, v in load_file(finished).items()
     }
     assert found.figures.tuned > found.figures.federated
+    # The tuned model as the released one: nothing is left to gain, and no model is written.
+    best = tmp_path / "best.safetensors"
+    best.write_bytes(path.read_bytes())
+    again = personalise_site(site_dir, best)
+    assert again.file is None
+    assert "do not tune" in again.figures.advice
+    assert not path.exists()
 
 
 def test_no_answer_of_the_site_changes_by_it(site_dir, finished):
@@ -111,18 +120,6 @@ def test_a_model_that_is_not_the_plans_is_refused(site_dir, finished, tmp_path):
     other.write_bytes(b"no model")
     with pytest.raises(DataError, match="cannot be read"):
         personalise_site(site_dir, other)
-
-
-def test_advice_against_tuning_writes_no_model(site_dir, finished, tmp_path):
-    written = personalise_site(site_dir).file
-    # The tuned model as the released one: nothing is left to gain.
-    best = tmp_path / "best.safetensors"
-    best.write_bytes((site_dir / "personal.safetensors").read_bytes())
-    found = personalise_site(site_dir, best)
-    assert written is not None
-    assert found.file is None
-    assert "do not tune" in found.figures.advice
-    assert not (site_dir / "personal.safetensors").exists()
 
 
 def test_the_command_informs_its_owner(site_dir, finished):

@@ -65,7 +65,7 @@ def test_a_site_counts_samples_and_promises_persons(of_persons):
     assert 'unit = "person"' in (directory / "policy.toml").read_text()
 
 
-@pytest.fixture(params=["person", "record"])
+@pytest.fixture(params=["person", pytest.param("record", marks=pytest.mark.slow)])
 def evaluated(request, federate, visits):
     """A run that is over, of records of which some persons have three."""
     run = federate(

@@ -17,7 +17,6 @@ from tests.deployment.grid import (
     bound_on_spent,
     charged,
     content,
-    killed_before,
     stored,
 )
 

@@ -248,6 +248,7 @@ def test_hundreds_of_sites_stay_legible_and_small(build):
     assert "200 different budgets" in found.text
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 def test_figures_have_room_for_long_names(build):
     # matplotlib warns where a figure's decorations leave no room; the suite makes that an error.

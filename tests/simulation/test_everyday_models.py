@@ -55,12 +55,11 @@ def test_records_may_have_any_memory_layout(tmp_path):
     """As of images whose channels stood last: a view behind them is of numbers in their order."""
     x, y = np.moveaxis(IMAGES[0], -1, 1), IMAGES[1]
     plain = run(tmp_path / "plain", Viewing, (np.ascontiguousarray(x), y), rounds=1)
-    permuted = torch.from_numpy(IMAGES[0]).permute(0, 3, 1, 2)
-    for name, given in (("channels", x), ("permuted", permuted)):
-        found = run(tmp_path / name, Viewing, (given, y), rounds=1)
-        assert found.records[-1].loss == plain.records[-1].loss
-        assert found.evaluate((given, y)) == plain.evaluate((x, y))
-        assert np.array_equal(found.predict(given).probabilities, plain.predict(x).probabilities)
+    given = torch.from_numpy(IMAGES[0]).permute(0, 3, 1, 2)
+    found = run(tmp_path / "permuted", Viewing, (given, y), rounds=1)
+    assert found.records[-1].loss == plain.records[-1].loss
+    assert found.evaluate((given, y)) == plain.evaluate((x, y))
+    assert np.array_equal(found.predict(given).probabilities, plain.predict(x).probabilities)
 
 
 def test_views_of_an_image_share_its_layout(tmp_path):

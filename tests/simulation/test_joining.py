@@ -84,7 +84,7 @@ def test_each_site_is_reported_and_nothing_else_is_written(tmp_path):
     assert found.stderr.splitlines() == ["s0: site 1 of 2", "s1: site 2 of 2"]
     assert json.loads(found.stdout)["sites"].keys() == {"s0", "s1"}
     after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    assert after.keys() - before.keys() == {folder / "joining.json"}
+    assert after.keys() - before.keys() == {folder / "joining.json", folder / "report.html"}
     assert all(after[path] == block for path, block in before.items())
 
 
@@ -171,6 +171,7 @@ def test_local_in_compare_is_mr_mtl_with_lambda_0():
     assert local == plans["fedavg"].terms(sizes)["a"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_stopped_comparison_pauses_joining_and_resumes(tmp_path):
     table = people(tmp_path / "people.csv", rows=80)

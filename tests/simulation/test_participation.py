@@ -291,7 +291,17 @@ def test_it_combines_with_other_wrappers(tmp_path, choice):
             assert set(record.evaluation) == asked
 
 
-@pytest.mark.parametrize("name", algorithms.names())
+# Those that need all sites, open rounds, leave steps, and remember; the rest is alike.
+KINDS = ("afl", "ali_dpfl", "fedavg", "fednova", "fedproxvr", "feddyn", "scaffold")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in KINDS else pytest.mark.slow)
+        for name in algorithms.names()
+    ],
+)
 def test_an_algorithm_says_itself_whether_a_part_will_do(name, tmp_path):
     facts = Method(name).facts
     private = not facts.plain_only

@@ -112,7 +112,12 @@ def test_figures_are_those_of_counting(table):
 def digits(tmp_path_factory):
     where = tmp_path_factory.mktemp("digits")
     plan = Plan.parse(
-        {"rounds": 1, "sites": 2, "model": "logistic", "features": {"kind": "scattering"}}
+        {
+            "rounds": 1,
+            "sites": 2,
+            "model": "logistic",
+            "features": {"kind": "scattering", "cells": 1},
+        }
     )
     return SimpleNamespace(plan=plan, folder=where / "run", run=fedpact.run(plan, where / "run"))
 

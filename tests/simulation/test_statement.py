@@ -98,8 +98,8 @@ def test_the_event_that_opens_a_round_is_stated():
 
 @pytest.mark.parametrize(("rate", "alone"), [(1e-6, True), (5.1e-6, False)])
 def test_it_warns_if_delta_exceeds_one_over_n(rate, alone):
-    quick = {"accountant": "rdp"}  # which is not what is asked
-    told = statement(rounds=2, sampling_rate=rate, settings={"local_steps": 1}, privacy=quick)
+    given = {"accountant": "rdp", "sigma": 2.0}  # which are not what is asked
+    told = statement(rounds=2, sampling_rate=rate, settings={"local_steps": 1}, privacy=given)
     lines = [line for line in told["does_not_cover"] if "without any noise" in line]
     # Twice 1e-6 is below δ = 1e-5, twice 5.1e-6 is not.
     assert len(lines) == alone

@@ -69,7 +69,7 @@ def test_opened_loss_and_count_have_all_summed_noise():
     coding = encoding.SharedSum(terms, plan.method.facts.summed, plan.method.local)
     told = plan.method.task(plan.method.init(torch.zeros(3)))
     task = Task("run", 1, "fedfdp", told.vectors, told.numbers)
-    some, count, nothing = terms["site-00"], 6000, torch.zeros(1)
+    some, count, nothing = terms["site-00"], 3000, torch.zeros(1)
     sites = sorted(terms)[:survivors]
     # What the coding makes of one unit in each channel; noise is drawn for all requests at once.
     drawn = {
