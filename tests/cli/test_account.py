@@ -125,6 +125,7 @@ def test_tradeoffs_as_printed(few_points, unproven):
     assert "comparison only" in document["guarantee"]
 
 
+@pytest.mark.slow
 def test_tradeoffs_table_and_figure(few_points, unproven, tmp_path):
     file = tmp_path / "figure.png"
     text = run("tradeoffs", "--out", str(file))

@@ -459,7 +459,7 @@ def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypat
 
 def test_a_wrong_answer_about_keys_excludes_its_site(federation):
     """One in each round. Had the others been told of such keys, each would refuse the session."""
-    run, nodes = federation(rounds=5)
+    run, nodes = federation(rounds=7)
     told = []
 
     def signed(given, key, **changes):
@@ -470,6 +470,8 @@ def test_a_wrong_answer_about_keys_excludes_its_site(federation):
 
     lies = [
         lambda given: replace(given, session="x"),
+        lambda given: replace(given, step="masked"),
+        lambda given: replace(given, site="site-01"),
         lambda given: messages.step(messages.place_of(given), "site-00", "keys", {}),
         lambda given: signed(given, nodes[1].key),
         lambda given: signed(given, nodes[0].key, seal=bytes(32)),
@@ -485,10 +487,10 @@ def test_a_wrong_answer_about_keys_excludes_its_site(federation):
 
     nodes[0].behave = behave
     refused = [record.refused for record in run()[1:]]
-    assert told == [1, 2, 3, 4]
-    expected = ["stale", "step", "step", "step"]
+    assert told == [1, 2, 3, 4, 5, 6]
+    expected = ["stale"] * 3 + ["step"] * 3
     assert refused == [*({"site-00": f"rejected: {why}"} for why in expected), {}]
-    assert [charged(node) for node in nodes] == [2, 10, 10]
+    assert [charged(node) for node in nodes] == [2, 14, 14]
 
 
 def test_space_for_an_opened_sum_is_reserved_before_the_charge(federation, monkeypatch):

@@ -331,6 +331,7 @@ def test_a_run_without_evaluation_has_a_page(build):
     assert "[evaluation] share = 0.2" in page(folder).text
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 def test_the_page_of_a_run_is_always_the_same(five):
     assert page(five.folder).source == five.source

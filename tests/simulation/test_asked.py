@@ -90,7 +90,9 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if k == "faces" else ()) for k in KINDS]
+)
 def test_predict_and_evaluate_accept_the_input_of_a_run(kind, tmp_path):
     pytest.importorskip({"arrow": "pyarrow", "faces": "datasets"}.get(kind, "numpy"))
     whole, alone, named = KINDS[kind]()

@@ -20,12 +20,12 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.simulate import simulate
 
 PLAN = {
-    "rounds": 8,
+    "rounds": 5,
     "sites": 3,
     "algorithm": "fedavg",
     "settings": {"local_steps": 2},
     "privacy": {"accountant": "rdp"},
-    "run": {"evaluate_every": 8, "workers": 2},
+    "run": {"evaluate_every": 5, "workers": 2},
 }
 
 
