@@ -315,7 +315,7 @@ def test_a_run_is_not_resumed_with_different_records(tmp_path):
     assert simulate(mine, out).summary["status"] == "finished"
 
 
-@pytest.mark.parametrize("begun", [None, DRAWS + 1])
+@pytest.mark.parametrize("begun", [None, DRAWS - 1, DRAWS + 1])
 def test_a_run_with_other_draws_is_not_resumed(tmp_path, begun):
     """A round carried out again would be another release under the first one's charge."""
     out = tmp_path / "run"
