@@ -42,7 +42,10 @@ class Draw:
         self._fake = FakeTensorMode(shape_env=self._env)
         # What it would keep is used once.
         self._fake.cache_enabled = False
-        self.batch = self.call(aten.sym_size.int, self.placeholder((BATCH,)), 0)
+        context = StatelessSymbolicContext([DimDynamic.DUCK])
+        self._size = self._fake.from_tensor(torch.empty(BATCH), symbolic_context=context).shape[0]
+        self.batch = self.graph.call_function(aten.sym_size.int, (self.placeholder((BATCH,)), 0))
+        self.batch.meta["val"] = self._size
 
     @property
     def fixed(self) -> bool:
@@ -63,12 +66,11 @@ class Draw:
         value = {"x": value, "i": (3 * value).long(), "q": value > 0.5}[kind]
         node = self.graph.placeholder(f"x{len(self.values)}")
         self.values[node.name] = value
-        dims = [DimDynamic.STATIC] * len(shape)
         if records:
-            dims[0] = DimDynamic.DUCK
             self.records.add(node.name)
-        context = StatelessSymbolicContext(dims)
-        node.meta["val"] = self._fake.from_tensor(value, symbolic_context=context)
+        with self._fake:
+            sides = (self._size, *shape[1:]) if records else shape
+            node.meta["val"] = torch.empty(sides, dtype=value.dtype)
         return node
 
     def times(self, factor: int) -> fx.Node:
@@ -101,11 +103,10 @@ class Draw:
         shape = [*before, self.times(outer * inner), *after]
         merged = self.graph.call_function(aten.reshape.default, (node, shape))
         # Made as they are known to be: to infer their forms takes longer than all the rest.
-        each = self.batch.meta["val"]
         with self._fake:
-            parts = [*before, outer, each, inner, *after]
+            parts = [*before, outer, self._size, inner, *after]
             node.meta["val"] = torch.empty(parts, dtype=source.meta["val"].dtype)
-            parts[n : n + 3] = [outer * inner * each]
+            parts[n : n + 3] = [outer * inner * self._size]
             merged.meta["val"] = torch.empty(parts, dtype=source.meta["val"].dtype)
         return merged
 

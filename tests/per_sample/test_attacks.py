@@ -85,10 +85,9 @@ def agreeing(count, shape):
 @pytest.mark.parametrize("name", LAYERS)
 def test_cancelling_positions_erase_no_record(name):
     _, shape, places = LAYERS[name]
-    for big in (1e4, 1e7, 1e10, 1e13, 1e16, 1e18):
-        for clip in (1.0, 1e-3):
-            r = cancelling(shape, big, places)
-            assert shifted(layer(name), agreeing(100, shape), r, clip) <= 1
+    for big, clip in ((1e4, 1.0), (1e7, 1e-3), (1e13, 1.0), (1e16, 1e-3), (1e18, 1.0)):
+        r = cancelling(shape, big, places)
+        assert shifted(layer(name), agreeing(100, shape), r, clip) <= 1
 
 
 @pytest.mark.parametrize("big", [1e6, 1e12, 1e17])
@@ -162,18 +161,17 @@ def test_a_scale_by_the_largest_value_mixes_no_records(loud):
         shifted(kernel, x, torch.full((1, 20), loud), 1.0)
 
 
-@pytest.mark.parametrize("count", [127, 511, 512, 1024, 10_000, 100_000])
+@pytest.mark.parametrize("count", [127, 512, 1024, 10_000])
 @pytest.mark.parametrize("dense", [True, False])
 def test_sums_of_many_equal_records_round_within_the_slack(count, dense):
     kernel = made(nn.Sequential(nn.Linear(4, 3)))
     if not dense:
         kernel._passes.dense = None
-    for seed in range(2 if count < 10**4 else 1):
-        v = 3 * torch.randn(1, 4, generator=torch.Generator().manual_seed(seed))
-        x = v.expand(count, 4).contiguous()
-        for clip in (1.0, 0.01) if count < 10**5 else (1.0,):
-            assert shifted(kernel, x, v, clip) <= 1
-            assert shifted(kernel, x, -v, clip) <= 1
+    v = 3 * torch.randn(1, 4)
+    x = v.expand(count, 4).contiguous()
+    for clip in (1.0, 0.01):
+        assert shifted(kernel, x, v, clip) <= 1
+        assert shifted(kernel, x, -v, clip) <= 1
 
 
 def given(layer=None):
@@ -185,27 +183,24 @@ def given(layer=None):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_sums_of_many_records_are_float64(exact, monkeypatch):
-    # 511.5 in one coordinate, then many steps of -3/4 of the last digit there. Behind one record
-    # more the sum is beyond 512, whose last digit is twice as large: each step is lost. With the
-    # mend taken out, the attack succeeds. One record is in a pass, so products do not matter.
-    x = torch.zeros(896, 2)
-    x[:511, 0], x[511, 0], x[512:, 0] = 1.0, 0.5, -0.75 * 2.0**-15
+    # 4095.5 in one coordinate, then many steps of -3/4 of the last digit there. Behind one record
+    # more the sum is beyond 4096, whose last digit is twice as large: each step is lost. With the
+    # mend taken out, the attack succeeds. A pass has one step alone, so products do not matter.
+    x = torch.zeros(4096 + 64 * 64, 2)
+    x[:4095, 0], x[4095, 0], x[4096::64, 0] = 1.0, 0.5, -0.75 * 2.0**-12
     y = torch.full((len(x), 1), -1.0)
     most = allowed(len(x), 1.0)
     if not exact:
         monkeypatch.setattr(layouts, "IN_FLOAT32", 10**9)
         monkeypatch.setattr(layouts, "PARTIAL_SUMS", 10**9)
-    kernel, one_slot = given(), Placement(length=1)
-    found = moved(
-        lambda x, y: kernel.clipped_sum(x, y, 1.0, layout=one_slot), x, y, x[:1], y[:1], 0
-    )
+    kernel, layout = given(), Placement(length=64)
+    found = moved(lambda x, y: kernel.clipped_sum(x, y, 1.0, layout=layout), x, y, x[:1], y[:1], 0)
     assert (found <= most) == exact
 
 
-@pytest.mark.parametrize("count", [10, 60])
-def test_records_that_are_left_out_leave_the_others_sum_as_exact(count):
+def test_records_that_are_left_out_leave_the_others_sum_as_exact():
     # A little more than half of each pass is good, and a little less in one record more.
-    x = torch.linspace(1, 2, 1024)[:, None].repeat(count, 1)
+    x = torch.linspace(1, 2, 1024)[:, None].repeat(10, 1)
     x[torch.arange(len(x)) % 2 == 1] = torch.nan
     x[1::1024] = 1.5
     kernel = made(nn.Sequential(nn.Linear(1, 2)))
@@ -236,7 +231,7 @@ def test_a_coefficient_keeps_its_digits_with_very_long_inputs(balance, monkeypat
 def test_values_that_are_not_finite_spoil_no_sum_on_a_gpu(name):
     _, shape, places = LAYERS[name]
     x = agreeing(20, shape)
-    for loud in (3e38, 1e30, 1e19, 9e18, torch.inf, torch.nan):
+    for loud in (3e38, 9e18, torch.inf, torch.nan):
         for r in (torch.full((1, *shape), loud), cancelling(shape, loud, places)):
             assert shifted(layer(name), x, r, 1.0, place=3) <= 1
 
@@ -249,7 +244,7 @@ def null_space(kernel, count, scale):
 
 
 @pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("shape", [(784, 64), (32, 3), (4, 2), (6, 4)])
+@pytest.mark.parametrize("shape", [(784, 64), (32, 3), (6, 4)])
 def test_one_record_more_changes_no_last_bit_of_the_others(shape, dense):
     # Gradients of records that are nothing but rounding follow every bit of the arithmetic.
     kernel = made(nn.Sequential(nn.Linear(*shape), nn.Tanh(), nn.Linear(shape[1], 3)))
@@ -279,4 +274,4 @@ def test_no_last_bit_changes_on_a_lesser_processor(capability):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=os.environ | limits, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "8 passed" in done.stdout
+    assert "6 passed" in done.stdout
