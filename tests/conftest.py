@@ -15,6 +15,7 @@ if "FEDPACT_DATA" in os.environ:
 import copy
 import gc
 import importlib
+import logging
 import math
 import pkgutil
 import shutil
@@ -178,6 +179,11 @@ def pytest_collection_finish():
     gc.enable()
     gc.freeze()  # what was collected, waste and all: to look through it takes half a second
     gc.set_threshold(10_000, 10, 100)
+    # pytest puts its handlers, six times a test, on each logger that tells the root nothing: torch
+    # has sixty of them.
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch."):
+            logging.getLogger(name).propagate = True
 
 
 def pytest_unconfigure(config):
@@ -190,7 +196,10 @@ def pytest_unconfigure(config):
 @pytest.fixture(autouse=True)
 def seeded():
     """Each test begins with the same random numbers, whichever ran before it."""
-    torch.manual_seed(0)
+    # torch.manual_seed keeps a stack trace for each kind of card that there might be: 1 ms.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture
