@@ -5,6 +5,7 @@ views so that the batch lies anywhere, alone or with other entries in one dimens
 the operation behind. `tried` says what the table claims of its result and whether it is so.
 """
 
+import logging
 import math
 import operator
 import random
@@ -21,6 +22,9 @@ from fedpact.per_sample.tracing.batch_table import states
 from fedpact.per_sample.tracing.program import evaluate_nodes
 
 aten = torch.ops.aten
+
+# Of every use that an operation does not take, it writes where in torch's own code that is.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 BATCH = 5
 """Records in the batch; no other dimension is of this length."""
