@@ -21,6 +21,7 @@ from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
+from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.tracing.batch_rules import pointwise
 from fedpact.per_sample.tracing.batch_table import RULES
 from fedpact.per_sample.tracing.program import Program
@@ -129,13 +130,13 @@ def test_a_model_that_mixes_records_is_exact_on_each_or_refused(name, quiet):
     middle = _quietly(MIXING[name], quiet)
     kernel = PerSampleKernel(FlatModel(Mixing(middle)), off_by)
     x, y = torch.randn(9, 6), torch.arange(9) % 3
-    r, clip = torch.full((1, 6), 30.0), 0.05
+    r, clip, layout = torch.full((1, 6), 30.0), 0.05, Placement(length=16)
 
     def summed(x, y):
-        return kernel.clipped_sum(x, y, clip)
+        return kernel.clipped_sum(x, y, clip, layout=layout)
 
     try:
-        total = kernel.clipped_sum(x, y, math.inf)
+        total = kernel.clipped_sum(x, y, math.inf, layout=layout)
         # Each record by the model itself, as a batch of one.
         error = float((total - kernel.alone(x, y).sum(0)).norm())
         assert error <= 1e-5 * float(total.norm())
@@ -217,12 +218,16 @@ def test_no_record_is_remembered_for_another(middle, quiet, monkeypatch):
     x, y = torch.randn(16, 6), torch.arange(16) % 3
     other = x.clone()
     other[0] = 50.0
+
+    def summed(x, y):
+        return kernel.clipped_sum(x, y, 0.05, layout=Placement(length=16))
+
     try:
-        before = kernel.clipped_sum(x, y, 0.05)
+        before = summed(x, y)
         for _ in range(101 if middle is _hundredth else 1):
-            kernel.clipped_sum(x[:1], y[:1], 0.05)
-        kernel.clipped_sum(other, y, 0.05)
-        assert torch.equal(kernel.clipped_sum(x, y, 0.05), before)
+            summed(x[:1], y[:1])
+        summed(other, y)
+        assert torch.equal(summed(x, y), before)
     except ModelError:
         return
 
