@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import stats
+from tests.per_sample.small import off_by
 from tests.spread import spread
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,9 +38,7 @@ def scattered(kernel, x, y, expected, seed=0):
     return scatter(SeededDraws(seed, "site", 0).positions(len(y), length, 0), length)
 
 
-@pytest.mark.parametrize(
-    ("images", "count"), [(False, 1), (True, 7), (False, 16), (True, 40), (False, 130)]
-)
+@pytest.mark.parametrize(("images", "count"), [(False, 1), (True, 7), (False, 40)])
 def test_every_layout_gives_the_same_sum(reference, images, count):
     layers = [nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]
     if images:
@@ -137,7 +136,7 @@ def test_slots_that_differ_move_compact_sums_and_are_found(reference, uneven):
     assert moved <= C * (1 + slack(101))
 
 
-@pytest.mark.parametrize(("count", "length"), spread((1, 20, 100, 600), (8, 32, 128), one_in=3))
+@pytest.mark.parametrize(("count", "length"), spread((1, 20, 100, 200), (8, 32, 128), one_in=3))
 def test_scattered_sums_move_by_one_record_on_any_library(reference, uneven, count, length):
     """Whatever was expected of the batch: r has a slot, and the others keep theirs."""
     kernel, x, y, r, label = at_a_kink(reference, count)
@@ -236,13 +235,8 @@ def test_an_oracles_release_is_the_same_wherever_records_stand(persons, declared
     assert math.isfinite(float(found[0].norm()))
 
 
-def assert_slots_are_alike(module, width, classes, loss, expected):
+def assert_slots_are_alike(passes, width, classes, expected):
     """Of passes as long as they are for so many records x [n, width]: slots have the same bits."""
-    passes = PerSampleKernel(FlatModel(module), loss)._passes
-    assert_slots_of_passes_are_alike(passes, width, classes, expected)
-
-
-def assert_slots_of_passes_are_alike(passes, width, classes, expected):
     form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
     length = passes.length(*form, expected, traced=True)
     assert_alike(passes, torch.randn(length, width), torch.randint(classes, (length,)))
@@ -258,10 +252,7 @@ def assert_alike(passes, x, y):
             assert all(torch.equal(a.roll(shift, 0), b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("act", "width"),
-    [(nn.SiLU, 37), (nn.ELU, 3), (nn.SELU, 37), (nn.Softplus, 3), (nn.Mish, 37), (nn.Sigmoid, 1)],
-)
+@pytest.mark.parametrize(("act", "width"), [(nn.SiLU, 37), (nn.ELU, 3), (nn.Sigmoid, 1)])
 def test_no_slot_is_computed_by_other_code(reference, act, width):
     """Numbers that do not fill the last registers are computed one by one, and rounded otherwise.
 
@@ -270,13 +261,12 @@ def test_no_slot_is_computed_by_other_code(reference, act, width):
     module = nn.Sequential(
         nn.Linear(64, width), act(), nn.Linear(width, 2), nn.ReLU(), nn.Linear(2, 3)
     )
-    for expected in (5.0, 30.0):
-        assert_slots_are_alike(module, 64, 3, cross_entropy, expected)
-        passes = reference.forced("records", module, cross_entropy)._passes
-        assert_slots_of_passes_are_alike(passes, 64, 3, expected)
+    for way, expected in (("graph", 5.0), ("graph", 30.0), ("records", 30.0)):
+        passes = reference.forced(way, module, off_by)._passes
+        assert_slots_are_alike(passes, 64, 3, expected)
 
 
-@pytest.mark.parametrize(("way", "width"), [("graph", 1100), ("records", 1088), ("records", 1103)])
+@pytest.mark.parametrize(("way", "width"), [("graph", 1100), ("records", 1103)])
 def test_no_threads_share_is_computed_by_other_code(reference, way, width):
     """Three threads share a tensor, so numbers in its middle might not fill the last registers."""
     module = nn.Sequential(nn.Linear(8, width), nn.Mish(), nn.Linear(width, 2), nn.Linear(2, 3))
@@ -366,7 +356,7 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("layer", [lambda: nn.Linear(3, 3), lambda: nn.LayerNorm(3)])
 def test_no_slot_differs_where_a_gradient_lies_otherwise(layer):
-    passes = PerSampleKernel(FlatModel(Turned(layer())), cross_entropy)._passes
+    passes = PerSampleKernel(FlatModel(Turned(layer())), off_by)._passes
     for length in (24, 40):
         assert_alike(passes, torch.randn(length, 15), torch.randint(2, (length,)))
 
@@ -374,7 +364,10 @@ def test_no_slot_differs_where_a_gradient_lies_otherwise(layer):
 @pytest.mark.parametrize(("case", "expected"), spread(ODD, (20.0, 30.0), one_in=2))
 def test_no_slot_differs_in_a_reduction_or_a_loss(case, expected):
     module, width, loss = case
-    assert_slots_are_alike(module(), width, 2, loss, expected)
+    passes = PerSampleKernel(FlatModel(module()), loss)._passes
+    assert_slots_are_alike(passes, width, 2, expected)
+    # So that 16 records do not have to cost what 64 do.
+    assert passes._trace_for(torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)).multiple == 1
 
 
 class Products(TorchDispatchMode):
@@ -450,27 +443,23 @@ NARROW = [
         30,
     ),
     (lambda: nn.Sequential(nn.Linear(20, 30), nn.SiLU(), nn.Linear(30, 2)), 20),
-    (lambda: nn.Sequential(nn.Linear(20, 7), nn.SiLU(), nn.Linear(7, 33), nn.Linear(33, 2)), 20),
     (lambda: ByHand(9), 45),
-    (lambda: convolved(nn.Linear(5, 5), 45, 9, 5), 45),
     (lambda: convolved(nn.Conv2d(1, 6, 3), 6 * 49, 1, 9, 9), 81),
-    (lambda: convolved(nn.Conv2d(3, 12, 1), 12 * 25, 3, 5, 5), 75),
     (lambda: convolved(nn.Conv1d(8, 5, 8), 10, 8, 9), 72),
-    *((lambda kind=kind: Steps(kind, 3, 5), 15) for kind in (nn.LSTM, nn.GRU)),
-    *((lambda kind=kind: Steps(kind, 10, 3), 50) for kind in (nn.LSTM, nn.GRU)),
+    (lambda: Steps(nn.LSTM, 3, 5), 15),
 ]
 
 
 @pytest.mark.parametrize(
     ("module", "width", "frozen"),
-    [*((*case, False) for case in NARROW), *((*case, True) for case in NARROW[1:8])],
+    [*((*case, False) for case in NARROW), (*NARROW[1], True)],
 )
 def test_rows_of_narrow_products_begin_alike(module, width, frozen):
     """A library may read them by other code where they do not: MKL does without AVX-512."""
     module = module()
     for parameter in [*module.parameters()][2:-2] if frozen else []:
         parameter.requires_grad_(False)
-    passes = PerSampleKernel(FlatModel(module), cross_entropy)._passes
+    passes = PerSampleKernel(FlatModel(module), off_by)._passes
     form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
     length = passes.length(*form, 16.0, traced=True)
     x, y = torch.randn(length, width), torch.randint(2, (length,))
@@ -516,14 +505,6 @@ def test_a_product_that_is_filled_up_is_the_same(turned, inner):
     for found, expected in pairs:
         assert found.shape == expected.shape
         assert torch.allclose(found, expected, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize(("module", "width", "loss"), ODD)
-def test_odd_numbers_need_no_longer_pass(module, width, loss):
-    """So that 16 records do not have to cost what 64 do."""
-    passes = PerSampleKernel(FlatModel(module()), loss)._passes
-    form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
-    assert passes._trace_for(*form).multiple == 1
 
 
 def test_rows_are_filled_up_where_that_costs_less():
@@ -572,8 +553,8 @@ def test_what_takes_no_rows_is_computed_as_it_is(reference, function):
     """Where another number of columns, or a zero behind them, would be another result."""
     module = reference.Apply(lambda m, x: function(m.first(x)), first=nn.Linear(6, 6)).double()
     x, y = torch.randn(5, 6).double(), torch.arange(5) % 3
-    rows = reference.per_sample_loop(module, cross_entropy, x, y)
-    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    rows = reference.per_sample_loop(module, off_by, x, y)
+    kernel = PerSampleKernel(FlatModel(module), off_by)
     assert kernel.way(x, y) == "graph"
     for one in (Placement(length=8), scattered(kernel, x, y, 5)):
         found = kernel.clipped_sum(x, y, C, layout=one)
@@ -600,10 +581,9 @@ def test_placement_is_checked_for_the_openings_batches_too():
         assert scene.workshop.placement(kernel, *sizes) == placement
 
 
-@pytest.mark.parametrize("last", [nn.ReLU, nn.GELU])
-def test_a_losses_bits_do_not_follow_from_the_number_of_records(last):
+def test_a_losses_bits_do_not_follow_from_the_number_of_records():
     """Evaluations count them: the slots of their passes must not follow from how many there are."""
-    module = nn.Sequential(nn.Conv2d(1, 8, 3), last(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(8 * 36, 4))
     x, y = torch.randn(257, 1, 8, 8), torch.zeros(257, dtype=torch.int64)
     for count in (8, 64, 256):
         found = [
