@@ -71,9 +71,9 @@ def test_a_module_that_is_given_no_records(reference):
     reference.check_structure(model, rows="loop")
 
 
-@pytest.mark.parametrize("length", [3, 5])
-def test_a_batch_that_does_not_lead(reference, length):
+def test_a_batch_that_does_not_lead(reference):
     """[B, T, D] -> [T, B, D] and back, and [B, T, D] -> [B T, D] and back, even where B = T."""
+    length = 3
     turned = reference.Apply(
         lambda m, x: m.unit(m.layer(x.transpose(0, 1)).tanh()).transpose(0, 1),
         layer=nn.Linear(4, 4), unit=reference.Shift(length, 1, 4),
@@ -90,8 +90,7 @@ def test_a_batch_that_does_not_lead(reference, length):
 @pytest.mark.parametrize(
     ("mode", "padding", "weighted"),
     [
-        ("sum", -1, False), ("sum", 0, True), ("mean", None, False), ("mean", 0, False),
-        ("max", -1, False),
+        ("sum", 0, True), ("mean", 0, False), ("max", -1, False),
     ],
 )  # fmt: skip
 def test_bags_of_indices_are_traced(reference, mode, padding, weighted):
@@ -231,15 +230,16 @@ def test_a_compiled_model_is_traced_as_it_was_written():
     assert kernel.way(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)) == "graph"
 
 
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_recurrent_cells(reference, kind):
+def test_recurrent_cells(reference):
     def steps(m, x):
-        h = None
+        h, state = None, None
         for t in range(x.shape[1]):
-            h = m.cell(x[:, t], h)
-        return h[0] if isinstance(h, tuple) else h
+            state = m.lstm(x[:, t], state)
+            h = m.rnn(m.gru(state[0]), h)
+        return h
 
-    model = reference.Apply(steps, cell=kind(4, 3))
+    cells = {"lstm": nn.LSTMCell(4, 3), "gru": nn.GRUCell(3, 3), "rnn": nn.RNNCell(3, 3)}
+    model = reference.Apply(steps, **cells)
     reference.check_structure(model, reference.data(4, 2, 4), rows="loop")
 
 
@@ -278,7 +278,7 @@ def test_a_model_for_neither_vmap_nor_trace_is_refused(reference):
 @pytest.mark.parametrize("keep", [0, 20 * 2**20])
 def test_passes_hold_as_many_records_as_memory_allows(reference, keep, monkeypatch):
     monkeypatch.setattr(norms, "KEEP_BYTES", keep)
-    x, y = reference.data(40, 4), reference.data(40, 2, seed=1)
+    x, y = reference.data(8, 4), reference.data(8, 2, seed=1)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
     kernel = reference.forced("records", model, squared_error)
     seen = []
@@ -288,8 +288,7 @@ def test_passes_hold_as_many_records_as_memory_allows(reference, keep, monkeypat
         return torch.ones_like(losses)
 
     found = kernel.clipped_sum(x, y, 0.3, weights)
-    step = 40 if keep else 1
-    assert seen == [step] * -(-40 // step)
+    assert seen == ([8] if keep else [1] * 8)
     rows = reference.per_sample(model, squared_error, x, y)
     assert reference.error(found, reference.clipped(rows, 0.3)) < 1e-12
     losses = squared_error(model(x), y).detach()
@@ -386,24 +385,25 @@ def test_a_convolution_without_a_batch_is_refused():
 
 
 class Choosing(nn.Module):
-    """Writes a number wherever a mask of its own records says so."""
+    """Writes a number wherever a mask of its own records, or of their rows, says so."""
 
-    def __init__(self, rows):
+    def __init__(self):
         super().__init__()
-        self.first, self.head, self.rows = nn.Linear(6, 6), nn.Linear(6, 3), rows
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
 
     def forward(self, x):
         h = self.first(x).view(-1, 2, 3).clone()
-        h[h.amax(2) < 0.5 if self.rows else h < 0] = 0.25
+        h[h < 0] = 0.125
+        h[h.amax(2) < 0.5] = 0.25
         return self.head(h.flatten(1))
 
 
 class Frozen(nn.Module):
     """BatchNorm by running statistics, and then a layer that writes in place."""
 
-    def __init__(self, affine):
+    def __init__(self):
         super().__init__()
-        self.norm = nn.BatchNorm1d(6, affine=affine).eval()
+        self.norm = nn.BatchNorm1d(6).eval()
         self.norm.running_mean.normal_()
         self.norm.running_var.uniform_(0.5, 2)
         self.rest = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3))
@@ -417,7 +417,7 @@ class Frozen(nn.Module):
         return self
 
 
-@pytest.mark.parametrize("module", [Choosing(False), Choosing(True), Frozen(True)])
+@pytest.mark.parametrize("module", [Choosing(), Frozen()])
 def test_masks_and_frozen_batchnorm_are_traced(module):
     kernel = PerSampleKernel(FlatModel(module.train()), off_by)
     x, y = torch.randn(9, 6), torch.arange(9) % 3
