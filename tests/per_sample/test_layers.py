@@ -16,7 +16,7 @@ from fedpact.common.params import FlatModel
 from fedpact.per_sample import norms
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 
-COMMON = settings(max_examples=3, deadline=None, derandomize=True)
+COMMON = settings(max_examples=2, derandomize=True)
 # torch warns of its own copy for padding="same" with an even kernel.
 asymmetric = pytest.mark.filterwarnings("ignore:Using padding='same'")
 seeds = st.integers(0, 2**16)
@@ -112,7 +112,7 @@ def convolutions(draw, dimensions):
 
 
 @asymmetric
-@settings(COMMON, max_examples=5)
+@settings(COMMON, max_examples=3)
 @given(convolutions(2), seeds, st.booleans())
 def test_conv2d(reference, case, seed, keep):
     check_layers(reference, *case, seed, keep)
@@ -131,7 +131,7 @@ def test_convolution_with_few_positions_and_many_channels(reference, keep):
     check_layers(reference, layers, torch.zeros(9, 16, 4, 4), 0, keep)
 
 
-@pytest.mark.parametrize("positions", [1, 2, 8, 9])
+@pytest.mark.parametrize("positions", [2, 9])
 def test_few_positions_of_a_wide_layer(reference, positions):
     """2 to 8 of them are measured by Gram matrices, others are not."""
     layers = [nn.Linear(40, 48), nn.Linear(40, 48, bias=False)]
@@ -192,9 +192,7 @@ def test_group_norm(reference, batch, groups, each, positions, seed):
     ("layer", "shape"),
     [
         (lambda: nn.Linear(4, 3), (5, 2, 4)),
-        (lambda: nn.Conv1d(4, 3, 2), (5, 4, 6)),
         (lambda: nn.Conv2d(2, 3, 2), (5, 2, 3, 3)),
-        (lambda: nn.LayerNorm(4), (5, 2, 4)),
         (lambda: nn.GroupNorm(2, 4), (5, 4, 3)),
     ],
 )
