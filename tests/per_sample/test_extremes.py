@@ -57,9 +57,7 @@ UNSAFE = {
     "how many": lambda m, x: x[:, :3] + torch.arange(x[0, 0].long().item()).sum(),
     "another record's place": lambda m, x: torch.as_strided_copy(x, (1, 3), (3, 1), 0),
     "terms of a series": lambda m, x: torch.special.zeta(x[:, :3].abs() + 1, x[:, :3]),
-    "terms of a derivative": lambda m, x: torch.polygamma(1, x[:, :3]),
     "sizes": lambda m, x: x[:, :3] + torch.zeros(10 * x[x > 0].shape[0]).sum(),
-    "sizes by powers": lambda m, x: x[:, :3] + 2 ** x[x > 0].shape[0],
     "what lay there": lambda m, x: x[:, :3] + torch.empty(2).resize_(3),
     "an operation of one's own": lambda m, x: x[:, :3] + torch.ops.fedpact_tests.counted(x),
 }
@@ -151,7 +149,7 @@ def test_unwritten_memory_holds_no_earlier_values():
         x, y = torch.randn(8, 9), torch.zeros(8).long()
         x[1:] = torch.nan
         alone = kernel.clipped_sum(x[:1], y[:1], 1.0)
-        for _ in range(4):
+        for _ in range(2):
             x[0] = -x[0]
             assert kernel.losses(x, y)[1:].isnan().all()
         assert torch.equal(kernel.clipped_sum(x, y, 1.0), alone)

@@ -97,7 +97,8 @@ def test_record_not_finite_adds_nothing_and_disturbs_no_other(reference, convolu
         module, given = mlp(), batch(6)
     others = torch.tensor([0, 1, 3, 5])
     layout = reference.standing(6)
-    for kernel in reference.kernels(module, cross_entropy, *WAYS).values():
+    ways = WAYS[:2] if convolution else WAYS
+    for kernel in reference.kernels(module, cross_entropy, *ways).values():
         expected = kernel.clipped_sum(
             given[0][others], given[1][others], 0.5, layout=layout.of(others)
         )

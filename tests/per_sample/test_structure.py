@@ -20,10 +20,8 @@ from fedpact.per_sample.kernel import PerSampleKernel
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (nn.Linear(4, 4), (5, 3, 4)),
         (nn.Conv2d(2, 2, 3, padding=1), (5, 2, 6, 5)),
         (nn.LayerNorm(4), (5, 3, 4)),
-        (nn.GroupNorm(2, 4), (5, 4, 3)),
         (None, (5, 4)),
     ],
 )
@@ -77,14 +75,15 @@ def test_residual_connections_in_place(reference):
     reference.check_structure(model)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_the_output_of_dropout_may_be_modified(reference, rate):
+def test_the_output_of_dropout_may_be_modified(reference):
     """It is dropout's own input where nothing is dropped, so that is written to as well."""
 
     def residual(m, x):
         h = m.layer(x)
-        z = F.dropout(h, rate, training=rate == 0)
+        z = F.dropout(h, 0.0)
         z += torch.tanh(x)
+        z = F.dropout(z, 0.5, training=False)
+        z *= 2
         return z * h.sin()
 
     reference.check_structure(reference.Apply(residual, layer=nn.Linear(4, 4)))

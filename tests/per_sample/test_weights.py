@@ -47,9 +47,7 @@ class Double(nn.Module):
 
 @pytest.mark.parametrize(
     ("dense", "size", "clip"),
-    spread(
-        (True, False), (0.0, 1e-45, 1e-39, 1e-30, 1e-20, 1.0), (2.0**-60, 1.0, 2.0**60), one_in=3
-    ),
+    spread((True, False), (0.0, 1e-45, 1e-39, 1e-20, 1.0), (2.0**-60, 1.0, 2.0**60), one_in=3),
 )
 def test_tiny_inputs_with_huge_weights(clip, size, dense):
     """c ‖g‖ ‖u‖ <= C, and c ‖g‖ was no number of float32 where ‖u‖ is tiny."""
@@ -69,7 +67,7 @@ def test_tiny_inputs_with_huge_weights(clip, size, dense):
             assert moved(kernel, x, y, r, label, clip, weights, before, layout=layout) <= 1
 
 
-@pytest.mark.parametrize("clip", [2.0**-90, 2.0**-60, 2.0**-19, 1.0])
+@pytest.mark.parametrize("clip", [2.0**-90, 2.0**-19])
 @pytest.mark.parametrize(("offset", "slope"), [(1e30, 1e-20), (1e38, 1e-23), (1e38, 1e-30)])
 def test_a_weight_that_overflows_in_units_of_the_clip(slope, offset, clip):
     kernel = PerSampleKernel(FlatModel(nn.Linear(4, 1, bias=False)), of_parts)
@@ -79,7 +77,7 @@ def test_a_weight_that_overflows_in_units_of_the_clip(slope, offset, clip):
         assert moved(kernel, x, y, r, of_r, clip, Fair(1.0, 1.0)) <= 1
 
 
-@pytest.mark.parametrize("slope", [1.0, 1e-20, 1e-34, 1e-38])
+@pytest.mark.parametrize("slope", [1.0, 1e-34])
 @pytest.mark.parametrize("wide", [False, True], ids=["one position", "several"])
 def test_gradients_whose_squares_float64_does_not_hold(wide, slope):
     """A norm of 0 was found for them, and so the whole weight was their coefficient: 1e304."""
