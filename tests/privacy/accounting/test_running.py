@@ -62,7 +62,7 @@ def test_one_release_costs_no_less_than_its_closed_form():
     draw = random.Random(5)
     finite = 0
     with mpmath.workdps(40):
-        for _ in range(20):
+        for _ in range(12):
             q = draw.choice([1.0, 1 - 1e-9, 1e-10, min(1.0, 10 ** draw.uniform(-6, 0.3))])
             sigma, delta = 10 ** draw.uniform(-1.5, 3), 10 ** draw.uniform(-11, -1)
             (found,) = pld.epsilons([((q, sigma, 1),)], delta)
@@ -70,7 +70,7 @@ def test_one_release_costs_no_less_than_its_closed_form():
             if found < math.inf:
                 finite += 1
                 assert delta_of_one(q, sigma, found) <= delta * (1 + 1e-12), (q, sigma, delta)
-    assert finite > 12
+    assert finite > 6
 
 
 def test_gaussians_compose_as_their_closed_form():
@@ -92,9 +92,9 @@ def test_gaussians_compose_as_their_closed_form():
                 assert delta(mpmath.mpf(found) / mpmath.mpf("1.015")) > 1e-6
 
 
-@pytest.mark.parametrize(("q", "sigma"), [EVENTS[0], *EVENTS[4:]])
+@pytest.mark.parametrize(("q", "sigma"), [EVENTS[0], EVENTS[4], EVENTS[6]])
 def test_compositions_are_between_optimistic_and_pessimistic(q, sigma):
-    counts = (1, 2, 7, 60, 700, 2000)
+    counts = (1, 7, 60, 2000)
     found = pld.epsilons([((q, sigma, t),) for t in counts], 1e-5)
     optimistic = privacy_loss_distribution.from_gaussian_mechanism(
         sigma,
@@ -131,7 +131,7 @@ def test_2000_rounds_are_monotone_and_near_the_accountant(q, sigma, accountant):
     assert report[0] == 0.0
     assert report[2000] == epsilon(planned, 1e-5, accountant)
     # 2^(1/16) times as many events, ε at most proportional to them, and 1.5 % of the grid.
-    for t in (1, 2, 5, 17, 100, 333, 1234, 1950, 1999):
+    for t in (1, 17, 333, 1999):
         exact = epsilon({event: t}, 1e-5, accountant)
         assert exact * 0.999 <= report[t] <= 1.06 * exact
 
@@ -201,15 +201,13 @@ def test_invalid_input_is_refused(wrong):
         wrong(SampledGaussian(0.1, 1.0))
 
 
-@pytest.mark.parametrize(("event", "delta"), spread(EVENTS[::2], [1e-5, 1e-8], one_in=2))
+@pytest.mark.parametrize(("event", "delta"), spread(EVENTS[:5:2], [1e-5, 1e-8], one_in=2))
 def test_two_accountants_of_different_hands_agree_on_one_grid(event, delta):
     # dp-accounting's distributions and ours connect the same dots, and compose in different ways.
-    # At q = 1 pld composes Gaussians in closed form, on another grid.
     q, sigma = event
-    tolerance = 1e-4 if q < 1 else 5e-4
     for count in (1, 317):
         by_hand = quick_epsilon({SampledGaussian(q, sigma): count}, delta, "pld")
-        assert by_hand == pytest.approx(pld.pld_epsilon([(q, sigma, count)], delta), rel=tolerance)
+        assert by_hand == pytest.approx(pld.pld_epsilon([(q, sigma, count)], delta), rel=1e-4)
 
 
 def test_the_quick_one_keeps_to_the_accountant():
