@@ -13,7 +13,6 @@ from fedpact.privacy.accounting import rdp
 
 POINTS = [
     (0.015, 1.1, 8.5),
-    (0.25, 9.0, 1.1),
     (0.9, 1.0, 1.7),
     (1e-3, 0.6, 4.0),
     (1e-4, 50.0, 1.1),
