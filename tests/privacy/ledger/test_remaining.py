@@ -89,14 +89,13 @@ def test_an_altered_or_invalid_ledger_is_refused(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "solved"),
+    ("given", "solved", "joint"),
     [
-        (("--q", "0.1", "--steps", "100"), "sigma"),
-        (("--q", "0.1", "--sigma", "4"), "steps"),
-        (("--sigma", "4", "--steps", "100"), "q"),
+        (("--q", "0.1", "--steps", "100"), "sigma", True),
+        (("--q", "0.1", "--sigma", "4"), "steps", False),
+        (("--sigma", "4", "--steps", "100"), "q", True),
     ],
 )
-@pytest.mark.parametrize("joint", [False, True])
 def test_one_more_run_keeps_the_whole_budget_and_fills_it(path, given, solved, joint):
     said = json.loads(account(path, *given, "--json", *(["--joint"] if joint else [])))
     assert said["solved_for"] == solved
