@@ -80,7 +80,7 @@ def bits(value):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]))
 def test_every_message_is_decoded_bit_for_bit(value):
     assert bits(from_bytes(to_bytes(value))) == bits(value)
@@ -103,7 +103,7 @@ def tensors(draw):
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80)
 @given(
     value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]),
     held=tensors(),
@@ -207,14 +207,14 @@ def test_any_cut_block_is_refused():
         from_bytes(block + b"\0")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(block=st.binary(max_size=200))
 def test_noise_is_refused(block):
     with pytest.raises(InputError):
         from_bytes(block)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_changed_byte_is_refused_or_gives_a_sound_message(data):
     block = bytearray(to_bytes(TASK))

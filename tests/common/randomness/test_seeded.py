@@ -75,7 +75,7 @@ def test_all_of_the_generators_state_comes_from_the_key():
 
 @pytest.mark.parametrize("rate", [0.02, 0.37, 0.9])
 def test_records_are_sampled_independently_at_their_rate(rate):
-    records, steps = 40, 3000
+    records, steps = 40, 1500
     draws = SeededDraws(3, "site", 1)
     inside = np.zeros((steps, records))
     for step in range(steps):
@@ -146,7 +146,7 @@ def test_noise_of_different_keys_is_uncorrelated():
 def test_noise_of_no_or_one_number():
     draws = SeededDraws(0, "a", 1)
     assert draws.gaussian(0, FLOAT, 0, "x").shape == (0,)
-    ones = torch.cat([draws.gaussian(1, DOUBLE, step, "loss") for step in range(2000)])
+    ones = torch.cat([draws.gaussian(1, DOUBLE, step, "loss") for step in range(1000)])
     assert stats.kstest(ones.numpy(), "norm").pvalue > LEVEL
 
 
