@@ -63,7 +63,7 @@ def anywhere(request):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("size", "logit", "clip"),
-    [(5e18, 52, 1e-6), (1e18, 45, 1e-6), (1e-25, 0, 1e-28), (1e-22, 0, 1e-25), (3e-20, 20, 1e-29)],
+    [(5e18, 52, 1e-6), (1e-25, 0, 1e-28), (3e-20, 20, 1e-29)],
 )
 def test_squares_that_float32_loses(reference, size, logit, clip, level, anywhere):
     """A gradient of outputs near 1e-23 beside records near 1e18, and records near 1e-22."""
@@ -77,7 +77,7 @@ def test_squares_that_float32_loses(reference, size, logit, clip, level, anywher
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("clip", [1e-1, 1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("clip", [1e-1, 1e-4])
 def test_norms_beyond_what_float32_can_divide_by(reference, clip, level, anywhere):
     """C over such a norm is a number with few digits, or none; the record is left out."""
     for seed in range(2):
@@ -88,7 +88,7 @@ def test_norms_beyond_what_float32_can_divide_by(reference, clip, level, anywher
         assert float(found.double().norm()) <= clip * ROOM
 
 
-@pytest.mark.parametrize("clip", [0.1, 0.01, 1e-3])
+@pytest.mark.parametrize("clip", [0.1, 1e-3])
 @pytest.mark.parametrize("width", [784, 3000])
 def test_a_mean_of_long_records_is_clipped_to_c(width, clip):
     """Records that are longer than counts as finite add nothing."""
@@ -98,11 +98,10 @@ def test_a_mean_of_long_records_is_clipped_to_c(width, clip):
     assert not kernel.clipped_mean(torch.full((2, width), 3e38), torch.tensor([0, 1]), clip).any()
 
 
-@pytest.mark.parametrize("width", [1025, 20_000])
 @pytest.mark.parametrize("level", LEVELS)
-def test_long_records(reference, width, level, anywhere):
-    module = linear(0.01 * torch.randn(3, width), bias=True)
-    x = torch.rand(2, width)
+def test_long_records(reference, level, anywhere):
+    module = linear(0.01 * torch.randn(3, 20_000), bias=True)
+    x = torch.rand(2, 20_000)
     kernel = kernel_of(reference, level, module)
     for j in range(2):
         y = torch.tensor([j])
@@ -111,7 +110,7 @@ def test_long_records(reference, width, level, anywhere):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("bias", [-10.0, -14.0, -30.0])
+@pytest.mark.parametrize("bias", [-10.0, -30.0])
 def test_small_values_of_a_sigmoid_keep_their_digits(reference, bias, level):
     module = nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 3))
     module[0].bias.data.fill_(bias)
@@ -124,10 +123,9 @@ def test_small_values_of_a_sigmoid_keep_their_digits(reference, bias, level):
     assert reference.error(found[first], rows[:, first]) < 1e-5
 
 
-@pytest.mark.parametrize("last", [nn.ReLU, nn.Sigmoid])
 @pytest.mark.parametrize("level", LEVELS)
-def test_layers_may_end_in_an_activation(reference, last, level, anywhere):
-    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), last()).double()
+def test_layers_may_end_in_an_activation(reference, level, anywhere):
+    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.Sigmoid()).double()
     x, y = torch.randn(7, 4).double(), torch.arange(7) % 3
     rows = reference.per_sample(module, cross_entropy, x, y)
     kernel = kernel_of(reference, level, module)

@@ -71,7 +71,7 @@ def released(kernel, held, sigmas):
 def test_every_channel_answers_as_if_bad_records_were_not_there(kind, sigmas, module):
     """Bit for bit, noise from the same key. Of none but bad ones it is an empty batch's noise."""
     kernel = kind(FlatModel(module()), cross_entropy)
-    for good in map(texts, (0, 1, 8)):
+    for good in map(texts, (0, 8)):
         clean = released(kernel, good, sigmas)
         for a, b in zip(clean, released(kernel, with_bad(good), sigmas), strict=True):
             assert torch.equal(a, b)

@@ -28,7 +28,7 @@ def seeded(seed):
 @pytest.mark.parametrize("draws", [seeded, lambda _: SecureDraws()], ids=["seeded", "secure"])
 def test_the_noise_has_the_stated_deviation(draws):
     # Each of the checks fails a right sampler with probability below 1e-6.
-    count, rate = 2000, 5e-7
+    count, rate = 1500, 5e-7
     noise = np.array([noisy_size(1000, 10.0, draws(seed)) - 1000 for seed in range(count)])
     assert abs(noise.mean()) < 5.1 * 10 / math.sqrt(count)
     assert kstest(noise, "norm", args=(0, 10)).pvalue > 1e-6
