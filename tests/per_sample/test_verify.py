@@ -41,7 +41,6 @@ def verify(module, x=None, y=None, dtype=torch.float64):
     [
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)),
         nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 2)),
-        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.AlphaDropout(0.2)),
         nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()),
         nn.Sequential(nn.Linear(4, 4), nn.Threshold(1e9, 0.0)),
     ],
