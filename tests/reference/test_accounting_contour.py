@@ -119,6 +119,14 @@ def test_few_releases_at_tiny_rates_cost_no_less_than_they_do(seed):
     assert found <= 1e-12 or delta_of_few(terms, found * 0.98) > delta
 
 
+def test_the_finer_of_grid_and_integral_is_taken():
+    """The integral's bound is twice as large here."""
+    terms, delta = [(1e-4, 0.8, 1)], 1e-5
+    assert not pld.is_resolved(terms, delta)
+    found = pld.pld_epsilon(terms, delta)
+    assert delta_of_few([(1e-4, 0.8)], found) <= delta < delta_of_few([(1e-4, 0.8)], found * 0.99)
+
+
 @pytest.mark.parametrize("c", [2.0, 6.0])
 def test_an_integral_that_is_all_rounding_is_a_bound_still(c):
     """One Gaussian, far out: δ is below the last digits of the sum, which is too low or negative.
