@@ -12,7 +12,16 @@ from fedpact.common.errors import InputError
 from fedpact.common.losses import cross_entropy, squared_error
 from fedpact.common.messages import SiteScore
 from fedpact.common.params import FlatModel
-from fedpact.evaluation.metrics import entropy, evaluate, fairness, psi, ranking
+from fedpact.evaluation.metrics import (
+    METRICS,
+    Metric,
+    entropy,
+    evaluate,
+    fairness,
+    of_sites,
+    psi,
+    ranking,
+)
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 
 losses = st.lists(st.floats(0, 100), min_size=1, max_size=20)
@@ -273,3 +282,18 @@ def test_evaluate_reads_two_numbers_however_many_batches():
     with Reads() as reads:
         evaluate(Scores(), cross_entropy, x, y, 10)
     assert reads.count == 2
+
+
+@pytest.mark.parametrize("value", [None, "high", [0.5, 0.6], torch.zeros(2)], ids=str)
+def test_a_metric_that_is_no_number_is_named(monkeypatch, value):
+    monkeypatch.setitem(METRICS, "mine", Metric("m", lambda *_: value, "number", "", ""))
+    with pytest.raises(InputError, match=r"metric 'mine' is .*: expected a number"):
+        of_sites({"a": score(0.5)}, {"a": 1.0})
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), np.float32(0.5), 0.5], ids=str)
+def test_any_number_is_written_as_a_float(monkeypatch, value):
+    monkeypatch.setitem(METRICS, "mine", Metric("m", lambda *_: value, "number", "", ""))
+    found = of_sites({"a": score(0.5)}, {"a": 1.0})["mine"]
+    assert type(found) is float
+    assert found == 0.5
