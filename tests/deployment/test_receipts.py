@@ -157,3 +157,16 @@ def test_a_receipt_has_the_persons_cost_that_show_prints(site, receipt):
     assert f"at most ε = {upper(told['epsilon_per_person_of_costliest_run']['5'])} (" in run(
         "show", site
     )
+
+
+def test_another_sites_ledger_in_a_sites_folder_is_found(deployment, site, tmp_path):
+    """Copied there with what lies beside it, it is intact: only its name tells."""
+    other = deployment / "sites" / "site-01"
+    with Site(other) as opened:
+        opened.handle(task_of(opened))
+    for name in ("ledger.jsonl", "ledger.jsonl.seen"):
+        shutil.copy(other / name, site / name)
+    for asked in (("verify", site), ("show", site), ("export", site, "--out", tmp_path / "r.json")):
+        with pytest.raises(LedgerError, match=r"is of data set 'site-01', and site.toml has"):
+            run(*asked)
+    assert not (tmp_path / "r.json").exists()

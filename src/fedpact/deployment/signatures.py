@@ -232,11 +232,12 @@ def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
     simulated run that contains the ledger; unknown ones are None. Raises LedgerError, PlanError or
     DataError.
     """
-    told, run, about = receipt(ledger), "", About()
+    run, about = "", About()
     site, folder = site or ledger.parent, ledger.parent.parent.parent
     name, version = None, None
-    if (site / "site.toml").exists():
-        settings = SiteSettings.read(site)
+    settings = SiteSettings.read(site) if (site / "site.toml").exists() else None
+    told = receipt(ledger, settings and settings.data_set)
+    if settings is not None:
         run = Federation.read(site / "federation.toml").run
         about, _ = _plan(site)
         name, version = settings.data_set, settings.data_version

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from fedpact.common.files import check_file, parse_errors, write_whole
 from fedpact.common.format import count_noun, upper
 from fedpact.common.notebook import print_table
 from fedpact.common.records import strict
+
+if TYPE_CHECKING:
+    from fedpact.deployment.site_records import SiteSettings
 
 _TORN = (
     "a last line that a crash left unreadable: until a site opens the ledger again, everything "
@@ -145,7 +148,17 @@ def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
 def _receipts(where: Path) -> dict[str, dict[str, Any]]:
     from fedpact.privacy.ledger.receipt import receipt
 
-    return {str(path): receipt(path) for path in _ledgers(where)}
+    name = None if (site := _settings(where)) is None else site.data_set
+    return {str(path): receipt(path, name) for path in _ledgers(where)}
+
+
+def _settings(where: Path) -> "SiteSettings | None":
+    """Return a deployed site's settings; None of another folder, or of a file."""
+    if not (where / "site.toml").exists():
+        return None
+    from fedpact.deployment.site_records import SiteSettings
+
+    return SiteSettings.read(where)
 
 
 def _ledgers(where: Path) -> list[Path]:
@@ -153,12 +166,11 @@ def _ledgers(where: Path) -> list[Path]:
 
     Raises LedgerError: there is none, a folder is not readable, or a site's ledger is missing.
     """
-    paths = _below(where) if where.is_dir() else [where]
-    if (where / "site.toml").exists():
-        from fedpact.deployment.site_records import SiteSettings
-
-        own = where / SiteSettings.read(where).ledger
+    if (site := _settings(where)) is not None:
+        own = where / site.ledger
         paths = [own] if own.exists() else []
+    else:
+        paths = _below(where) if where.is_dir() else [where]
     if not paths:
         raise LedgerError(
             f"{where} has no ledger: name a ledger.jsonl, or the folder of a private run or of its "

@@ -40,10 +40,12 @@ _PLACED = {
 }
 
 
-def receipt(path: Path) -> dict[str, Any]:
+def receipt(path: Path, data_set: str | None = None) -> dict[str, Any]:
     """Return the receipt of a ledger file, after checking every link of its chain.
 
-    Raises LedgerError: no such file, altered, rolled back to an older state, or not a ledger.
+    data_set: whose ledger it must be; None accepts any.
+    Raises LedgerError: no such file, altered, rolled back to an older state, another data set's, or
+    not a ledger.
     """
     if not path.is_file():
         raise LedgerError(f"{path} is no ledger: name one site's ledger.jsonl")
@@ -53,6 +55,11 @@ def receipt(path: Path) -> dict[str, Any]:
     witness.check(Chained(entries))
     if not entries or entries[0].get("kind") != "open":
         raise LedgerError(f"{path} is no ledger: its first entry does not open one")
+    if data_set is not None and entries[0]["site"] != data_set:
+        raise LedgerError(
+            f"ledger {path} is of data set {entries[0]['site']!r}, and site.toml has {data_set!r}: "
+            "name the ledger that belongs to this site, or restore its own from a backup"
+        )
     runs = {e["run"]: _run(e, entries) for e in entries if e["kind"] == "reserve"}
     if torn:
         # Opening the ledger decides what a torn line counts as; until then it may be anything.
