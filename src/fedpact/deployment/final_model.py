@@ -161,6 +161,9 @@ def describe_ending(run: str, plan: Plan, summary: Mapping[str, Any], folder: Pa
     early = may_end_early(plan, summary["rounds"])
     accountant = plan.privacy.accountant if early else "best of PLD and RDP"
     by = f", {plan.privacy.adjacency}, accountant {accountant}"
+    if (once := plan.evaluation_terms) is not None:
+        most = once.budget
+        by += f"; held-out records: ε <= {most.epsilon!r} at δ = {most.delta!r}"
     cost = (
         f"spent: {'; '.join(spent)}{by}" if spent and plan.private else "its cost is in the ledger"
     )

@@ -511,8 +511,9 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
             done = f"answered {question.step!r}"
         else:
             # "replied" in the log means that something was released (check_left_behind).
-            free = {READY: "is ready", FINAL: "has the final model"}
-            done = free.get(question.algorithm, "replied")
+            other = {READY: "is ready", FINAL: "has the final model"}
+            other[EVALUATION] = "replied on held-out records"
+            done = other.get(question.algorithm, "replied")
         return encoded, f"round {number}: {done}; {site.describe_spending()}"
     except Exception as error:  # its text may depend on records, so it stays here
         told = f"round {number}: {type(error).__name__}: {error}"
