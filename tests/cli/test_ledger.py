@@ -92,7 +92,7 @@ def test_the_commands_say_it_as_json(twice, tmp_path, capsys):
     commands.verify(kept, None, as_json=False)
     said = capsys.readouterr().out
     for path, each in shown.items():
-        assert f"{path}: intact: {each['entries']} entries, each sealed by the hash" in said
+        assert f"{path}: intact: {each['entries']} entries of {each['site']!r}, each sealed" in said
         for run, spend in each["runs"].items():
             assert f"{run!r}: ε {upper(spend['epsilon_spent'])} of 1 spent, δ = 1e-05" in said
         assert f"together: ε {upper(each['epsilon_reserved'])}" in said

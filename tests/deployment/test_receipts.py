@@ -11,7 +11,7 @@ from fedpact.cli.main import app
 from fedpact.common.errors import DataError, LedgerError
 from fedpact.common.format import upper
 from fedpact.common.run_folder import Folder
-from fedpact.deployment.signatures import cost_per_person
+from fedpact.deployment.signatures import cost_per_person, delta_per_person
 from fedpact.deployment.site import Site
 
 
@@ -62,6 +62,8 @@ def test_receipt_signature_verifies_against_the_federation(site, receipt):
         cost = f"ε {upper(spend['epsilon_spent'])} of {upper(spend['epsilon_reserved'])} spent"
         assert f"{name!r}: {cost}" in told
     assert "says nothing" not in told
+    # Its age, by which one from before a later run is seen.
+    assert f"of 'site-00', written {said['date']}, up to entry {said['entries']} of" in told
     assert "give --federation to check" in run("verify", receipt)
 
 
@@ -108,6 +110,7 @@ def test_another_key_is_not_the_site_s_word(deployment, site, tmp_path):
         ('{"a": 3}', LedgerError, "has no signature"),
         ('{"a": {"signature": {"by": "x"}}}', LedgerError, "cannot be read"),
         ('{"a": {"signature": {"by": "x", "key": "no", "value": "*"}}}', LedgerError, "cannot be"),
+        ("{}", LedgerError, "has no receipt"),
         ("[1]", DataError, "cannot be understood"),
         ("", DataError, "cannot be understood"),
     ],
@@ -139,17 +142,28 @@ def test_ledger_elsewhere_is_found_but_several_are_unsigned(deployment, site, tm
         run("verify", tmp_path / "elsewhere.jsonl", "--federation", site / "federation.toml")
 
 
+def test_the_name_beside_a_receipt_is_not_printed_as_verified(site, receipt):
+    """It is the path that its author typed, and nobody signed it."""
+    (said,) = json.loads(receipt.read_text()).values()
+    receipt.write_text(json.dumps({"site-01/ledger.jsonl": said}))
+    told = run("verify", receipt, "--federation", site / "federation.toml")
+    assert told.startswith(f"{receipt}: intact, signed by site 'site-00'")
+    assert "site-01" not in told
+
+
 def test_a_persons_cost_is_one_number_everywhere():
     """In words and in the receipt: a run and its evaluations add up, the costliest run counts."""
 
     def of(beside, *costs):
         told = None if not costs else dict(zip(("2", "5"), costs, strict=True))
-        return {"beside": beside, "epsilon_per_person": told}
+        return {"beside": beside, "epsilon_per_person": told, "delta": 0.25}
 
     runs = {"a": of(None, 4.0, 13.0), "a/evaluation": of("a", 2.0, 6.0), "b": of(None, 5.0, 14.0)}
     assert cost_per_person(runs) == {"2": 6.0, "5": 19.0}
-    assert cost_per_person({"a": of(None)}) is None
-    assert cost_per_person({}) is None
+    assert delta_per_person(runs) == 0.5
+    assert delta_per_person({"b": runs["b"]}) == 0.25
+    for none in ({"a": of(None)}, {}):
+        assert cost_per_person(none) is delta_per_person(none) is None
 
 
 def test_a_receipt_has_the_persons_cost_that_show_prints(site, receipt):

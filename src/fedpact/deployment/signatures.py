@@ -31,6 +31,7 @@ from fedpact.common.run_settings import About, OneLine
 from fedpact.deployment.federation import Federation, parse_toml
 from fedpact.deployment.site_records import SiteFiles, SiteSettings
 from fedpact.plan import Plan
+from fedpact.privacy.accounting.accountant import add_budgets
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
@@ -249,6 +250,7 @@ def build_receipt(ledger: Path, site: Path | None = None) -> dict[str, Any]:
     for other, spend in told["runs"].items():
         spend["purpose"] = about.purpose or None if (spend["beside"] or other) == run else None
     told["epsilon_per_person_of_costliest_run"] = cost_per_person(told["runs"])
+    told["delta_per_person_of_costliest_run"] = delta_per_person(told["runs"])
     told["data_set"] = {"name": name, "version": version or None}
     told["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     return told
@@ -267,6 +269,15 @@ def cost_per_person(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] |
             whole[k] = whole.get(k, 0.0) + cost
     each = [found for found in together.values() if found]
     return {k: max(one[k] for one in each) for k in each[0]} if each else None
+
+
+def delta_per_person(runs: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Return the δ of `cost_per_person`: of any run and its evaluations, the most."""
+    together = dict[str, list[float]]()
+    for name, run in runs.items():
+        if run["epsilon_per_person"]:
+            together.setdefault(run["beside"] or name, []).append(run["delta"])
+    return max(map(add_budgets, together.values()), default=None)
 
 
 def _plan(directory: Path) -> tuple[About, str]:

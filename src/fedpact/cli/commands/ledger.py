@@ -71,10 +71,17 @@ def verify(
 
 def _verdict(path: str, receipt: dict[str, Any]) -> str:
     entries = count_noun(receipt["entries"], "entry")
-    lines = [f"{path}: intact: {entries}, each sealed by the hash of the one before"]
+    of = f"{entries} of {receipt['site']!r}"
+    lines = [f"{path}: intact: {of}, each sealed by the hash of the one before"]
     if receipt["unreadable_last_line"]:
         lines.append(f"  it has {_TORN}")
     return "\n".join([*lines, *_spending(receipt)])
+
+
+def _dates(told: dict[str, Any]) -> str:
+    """Return how old a signed receipt is: later entries of its ledger are not in it."""
+    last = f"entry {told['entries']} of {told['last_entry'] or 'an unknown time'}"
+    return f"  of {told['site']!r}, written {told['date']}, up to {last}"
 
 
 def _spending(receipt: dict[str, Any]) -> list[str]:
@@ -86,6 +93,8 @@ def _spending(receipt: dict[str, Any]) -> list[str]:
     ]
     if len(receipt["runs"]) > 1:
         whole = f"ε {upper(receipt['epsilon_reserved'])}, δ {upper(receipt['delta_reserved'])}"
+        if any(spend["beside"] for spend in receipt["runs"].values()):
+            whole += " (an evaluation is on other records than its run: the larger counts)"
         lines.append(f"  reserved by all runs together: {whole}")
     return lines
 
@@ -132,11 +141,13 @@ def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
     known = None if federation is None else Federation.read(federation)
     with parse_errors(where, "ask the site's owner for the receipt again"):
         receipts = dict[str, Any](json.loads(where.read_bytes()))
+    if not receipts:
+        raise LedgerError(f"{where} has no receipt: ask the site's owner for it again")
     checked = {path: check_signature(told, known) for path, told in receipts.items()}
     with parse_errors(where, "ask the site's owner for the receipt again"):
         lines = [
-            "\n".join([f"{path}: {told}", *_spending(receipts[path])])
-            for path, told in checked.items()
+            "\n".join([f"{where}: {said}", _dates(receipts[path]), *_spending(receipts[path])])
+            for path, said in checked.items()
         ]
     console.show(
         {"intact": True, "signatures": checked},
