@@ -25,9 +25,9 @@ def half_square(output, y):
     return (output[:, 0] - y).square() / 2
 
 
-def terms(name):
+def terms(name, sigma=0.0):
     # Expected batches of one record: nothing is divided, so a release is its sum.
-    sigmas = dict.fromkeys(MECHANISMS[name].sensitivities, 0.0)
+    sigmas = dict.fromkeys(MECHANISMS[name].sensitivities, sigma)
     return Terms("a", 1.0, 1.0, CLIP, sigmas, 10, Budget(2.0, 1e-5), "best", name)
 
 
@@ -37,9 +37,9 @@ def kernel(name):
     return MECHANISMS[name].kernel(model, half_square)
 
 
-def released(name, held, channel):
-    """A channel's release without noise, over all records."""
-    oracle = PrivateOracle(held, kernel(name), terms(name), SeededDraws(0), lambda *_: None)
+def released(name, held, channel, sigma=0.0):
+    """A channel's release over all records, without noise unless sigma says so."""
+    oracle = PrivateOracle(held, kernel(name), terms(name, sigma), SeededDraws(0), lambda *_: None)
     batch = next(oracle.batches(1, channel))
     w = torch.tensor([0.3, -0.2], dtype=torch.float64)
     arguments = {"gradient": (), "difference": (2 * w, BOUND)}.get(channel, (BOUND,))
@@ -69,6 +69,14 @@ def test_one_record_moves_a_release_by_the_stated_amount(name, channel):
         farthest = max(farthest, float((more - less).norm()))
     stated = sensitivity(name, channel) * bound_of(channel)
     assert 0 < farthest <= stated * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "channel"), STATED)
+def test_the_noise_is_sigma_times_the_bound(name, channel):
+    held = Records(torch.ones(3, FEATURES).double(), torch.zeros(3).double())
+    noisy, exact = (released(name, held, channel, sigma) for sigma in (3.0, 0.0))
+    drawn = SeededDraws(0).gaussian(exact.numel(), noisy.flatten(), 0, channel).view_as(exact)
+    assert torch.allclose(noisy - exact, 3.0 * bound_of(channel) * drawn, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
