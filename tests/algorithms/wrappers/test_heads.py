@@ -9,7 +9,8 @@ from torch import nn
 
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
-from fedpact.algorithms.wrappers.optimizers import check_head
+from fedpact.algorithms.wrappers.fairness_and_control import FairMethod, FairnessSettings
+from fedpact.algorithms.wrappers.optimizers import Headed, check_head
 from fedpact.client import read_memory
 from fedpact.common.errors import PlanError
 from fedpact.common.losses import cross_entropy
@@ -260,3 +261,13 @@ def test_a_head_that_cuts_a_tensor_ends_the_run_before_it_begins(tmp_path):
     with pytest.raises(PlanError, match=r"local\.head is 100: expected the size .*: 2 "):
         run(tmp_path / "run", head=100)
     assert not (tmp_path / "run" / "sites").exists()
+
+
+@pytest.mark.parametrize("around", ["fairness", "local.head"])
+def test_a_reply_without_a_model_is_refused_with_its_remedy(around):
+    """By a wrapper that reads w; ldp_fedsgd's reply is a gradient, and its facts exclude both."""
+    inner = Method("ldp_fedsgd")
+    wrapped = FairMethod(inner, FairnessSettings()) if around == "fairness" else Headed(inner, HEAD)
+    bed = HandFederation(private=True)
+    with pytest.raises(PlanError, match=rf"replies with gradient, and {around} needs the model, w"):
+        bed.replies(wrapped, wrapped.init(bed.w))

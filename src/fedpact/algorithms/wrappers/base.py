@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedpact import algorithms
 from fedpact.algorithms import BaseSettings, MethodFacts, fedavg
+from fedpact.common.errors import PlanError
 from fedpact.common.messages import Local, Reply, State, Task, Vectors, split_state
 from fedpact.privacy.oracle import Oracle, Range, Terms
 
@@ -121,6 +122,15 @@ class MethodWrapper(Method):
     def __init__(self, inner: Method, **facts: Any) -> None:
         self.inner, self.name, self.settings = inner, inner.name, inner.settings
         self.facts = replace(inner.facts, **facts)
+
+    def model_of(self, local: Local, key: str) -> Tensor:
+        """Return w [d] of a reply. Raises PlanError: it has none; key: the setting that needs it."""
+        if "w" not in local.vectors:
+            raise PlanError(
+                f"algorithm {self.name!r} replies with {', '.join(local.vectors)}, and {key} needs "
+                f"the model, w: leave it out, and list {key!r} in the excludes of its facts"
+            )
+        return local.vectors["w"]
 
     def _rest(self, state: State) -> State:
         """Return a state without this wrapper's part."""

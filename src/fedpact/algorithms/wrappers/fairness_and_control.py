@@ -74,7 +74,9 @@ class FairMethod(MethodWrapper):
         fair = FairOracle(oracle, weights, tuple(fairness.loss_channels))
         local = self.inner.local(task, fair, rest)
         told = State(task.vectors, told.numbers)
-        sent, kept = fairness.local(fair.last_batch, told, local.vectors["w"], own.numbers)
+        sent, kept = fairness.local(
+            fair.last_batch, told, self.model_of(local, "fairness"), own.numbers
+        )
         memory = join(kept, _PREFIX, local.memory)
         return Local(local.vectors, {**local.numbers, **_add_prefix(sent)}, memory)
 

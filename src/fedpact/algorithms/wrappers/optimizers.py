@@ -97,11 +97,12 @@ class Headed(MethodWrapper):
         told = task.vectors["w"]
         began = replace(task, vectors={**task.vectors, "w": self._whole(told, own)})
         local = self.inner.local(began, oracle, rest)
-        ended = local.vectors["w"][-self._head :].clone()
+        w = self.model_of(local, "local.head")
+        ended = w[-self._head :].clone()
         if not bool(ended.isfinite().all()):
             # A shared part that is not finite must not spoil the site's head for good.
             ended = began.vectors["w"][-self._head :].clone()
-        sent = torch.cat([local.vectors["w"][: -self._head], told[-self._head :]])
+        sent = torch.cat([w[: -self._head], told[-self._head :]])
         kept = join(State({_OWN: ended}), _HEADS, local.memory)
         return Local({**local.vectors, "w": sent}, local.numbers, kept)
 
