@@ -10,7 +10,7 @@ from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 
-BASE = {"rounds": 5, "sites": 2, "run": {"workers": 1, "evaluate_every": 100}}
+BASE = {"rounds": 2, "sites": 2, "run": {"workers": 1, "evaluate_every": 100}}
 PRIVATE = {"sigma": 4.0, "epsilon": 100.0, "accountant": "rdp"}
 
 
@@ -29,7 +29,7 @@ def ends(tmp_path, data, **tables):
 
 @pytest.mark.parametrize(
     ("solver", "rate", "accuracy"),
-    spread(("sarah", "svrg"), (3.0, 1e9, 1e30), (None, 0.5), one_in=3),
+    [("sarah", 3.0, None), ("svrg", 1e30, 0.5)],
 )
 def test_a_private_movement_without_bound(solver, rate, accuracy, tmp_path, data):
     """Each difference's noise follows the movement and makes the next one longer."""

@@ -131,7 +131,7 @@ def dataset_of(plan):
     return SimulationSetup.of(plan, None, None).dataset
 
 
-@pytest.mark.parametrize("name", ["ditto", "feddyn", "fedproxvr", "ldp_fedsgd", "scaffold"])
+@pytest.mark.parametrize("name", ["feddyn", "fedproxvr", "ldp_fedsgd"])
 def test_an_algorithm_has_an_average_of_its_models(name):
     tables = {"algorithm": name, "privacy": {"mode": "none"}, "rounds": 4}
     with_one = Plan.parse({**tables, "server": {"average": "tail", "average_share": 1.0}}).method

@@ -200,18 +200,19 @@ def test_invalid_positions_are_refused(change):
         )
 
 
-@pytest.mark.parametrize("kind", ["float16", "int8", "topk"])
-def test_a_run_spends_the_same_privacy_and_fewer_bytes(tmp_path, kind):
-    tables = {**SMALL, "algorithm": "scaffold"}
-    plain = simulate(Plan.parse({**tables, "compression": {"kind": "none"}}), tmp_path / "plain")
-    plan = Plan.parse({**tables, "compression": {"kind": kind}})
-    smaller = simulate(plan, tmp_path / "smaller")
-    assert smaller.summary["bytes_up"] < 0.75 * plain.summary["bytes_up"]
-    assert smaller.summary["epsilon"] == plain.summary["epsilon"]
-    for path in (tmp_path / "plain").rglob("ledger.jsonl"):
-        other = tmp_path / "smaller" / path.relative_to(tmp_path / "plain")
-        events = [next(iter(receipt(p)["runs"].values()))["events"] for p in (path, other)]
-        assert events[0] == events[1]
+def test_a_run_spends_the_same_privacy_and_fewer_bytes(tmp_path):
+    tables = {**SMALL, "rounds": 2, "algorithm": "scaffold"}
+    plain, *others = (
+        simulate(Plan.parse({**tables, "compression": {"kind": kind}}), tmp_path / kind)
+        for kind in ("none", "float16", "int8", "topk")
+    )
+    for smaller in others:
+        assert smaller.summary["bytes_up"] < 0.75 * plain.summary["bytes_up"]
+        assert smaller.summary["epsilon"] == plain.summary["epsilon"]
+        for path in plain.folder.rglob("ledger.jsonl"):
+            other = smaller.folder / path.relative_to(plain.folder)
+            events = [next(iter(receipt(p)["runs"].values()))["events"] for p in (path, other)]
+            assert events[0] == events[1]
 
 
 # How far off: with nothing left out, rounded to 16 bits, to 8.
@@ -220,19 +221,15 @@ KINDS = {"topk": 1e-5, "float16": 0.01, "int8": 0.1}
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        *[("fedproxvr", "float16"), ("scaffold", "float16"), ("feddyn", "int8")],
-        *[("ditto", "int8"), ("ali_dpfl", "topk"), ("ldp_fedsgd", "topk")],
-    ],
+    [("scaffold", "float16"), ("ditto", "int8"), ("ldp_fedsgd", "topk")],
 )
 def test_it_combines_with_algorithms_of_each_form(tmp_path, name, kind):
     """Plain runs are nearly those without it: replies of a model and more, of own ones, of none."""
     tables = {**SMALL, "rounds": 2, "algorithm": name, "privacy": {"mode": "none"}}
-    settings = {"most_local_steps": 2} if name == "ali_dpfl" else {}
     models = {}
     for used in ("none", kind):
         compression = {"kind": used} | ({"keep": 1.0} if used == "topk" else {})
-        plan = Plan.parse({**tables, "settings": settings, "compression": compression})
+        plan = Plan.parse({**tables, "compression": compression})
         result = simulate(plan, tmp_path / used)
         models[used] = torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
         assert result.summary["status"] == "finished"
@@ -243,7 +240,8 @@ def test_it_combines_with_algorithms_of_each_form(tmp_path, name, kind):
 def test_a_tenth_of_the_coordinates_still_learns(tmp_path):
     """What is sent is a change, and what is not stays at the site: the model keeps its size. Sent
     as it is, nine tenths of a model would be 0 in every round."""
-    tables = {**SMALL, "rounds": 25, "algorithm": "feddyn", "settings": {"learning_rate": 0.2}}
+    tables = {**SMALL, "rounds": 15, "algorithm": "feddyn", "settings": {"learning_rate": 0.2}}
+    tables["run"] = {"evaluate_every": 15, "workers": 1}
     found = []
     for compression in ({}, {"kind": "topk", "keep": 0.1}):
         plan = Plan.parse({**tables, "privacy": {"mode": "none"}, "compression": compression})

@@ -122,7 +122,6 @@ def test_few_replies_still_make_an_aggregate_and_none_do_not(rule):
     ("rule", "tables"),
     [
         ("median", {"algorithm": "fedfdp"}),
-        ("krum", {"algorithm": "scaffold"}),
         ("trimmed", {"server": {"optimiser": "momentum"}, "compression": {"kind": "int8"}}),
     ],
 )
