@@ -117,7 +117,7 @@ def test_all_of_a_run_is_in_its_ledgers_and_within_its_budget(tmp_path):
         {
             "algorithm": "fedproxvr",
             "rounds": 5,
-            "sites": 3,
+            "sites": 2,
             "sampling_rate": 0.2,
             "settings": settings,
             "privacy": {"epsilon": 2.0},
@@ -132,8 +132,8 @@ def test_all_of_a_run_is_in_its_ledgers_and_within_its_budget(tmp_path):
         (sigma,) = terms["sigmas"].values()
         events = [(e["q"], e["sigma"], e["count"]) for e in charges]
         assert events == [(0.3, 4 * sigma, 1), (0.2, sigma, 6)] * 5
-        # Theirs is an upper bound as well, of a discretised loss: allow it 0.1 %.
-        assert 1.9 < recounted.epsilon(events, 1e-5) <= 2.0 * 1.001
+    # Of both sites. Theirs is an upper bound as well, of a discretised loss: allow it 0.1 %.
+    assert 1.9 < recounted.epsilon(events, 1e-5) <= 2.0 * 1.001
 
 
 def test_by_default_an_opening_is_as_noisy_as_the_batches_mean(tmp_path):
@@ -147,7 +147,7 @@ def test_by_default_an_opening_is_as_noisy_as_the_batches_mean(tmp_path):
 
 
 def test_a_sampled_opening_is_the_full_gradient_on_average():
-    """1000 openings of rate 0.3 over 40 records: their mean is off by a few of its standard errors.
+    """400 openings of rate 0.3 over 40 records: their mean is off by a few of its standard errors.
 
     15 coordinates within six standard errors each: fails once in 3e7.
     """
@@ -163,7 +163,7 @@ def test_a_sampled_opening_is_the_full_gradient_on_average():
         )
         return torch.stack([oracle.opening("gradient").gradient(w) for oracle in oracles])
 
-    (full,), sampled = openings(1.0, 1), openings(0.3, 1000)
-    error = sampled.std(0) / 1000**0.5
+    (full,), sampled = openings(1.0, 1), openings(0.3, 400)
+    error = sampled.std(0) / 400**0.5
     assert bool(((sampled.mean(0) - full).abs() < 6 * error).all())
     assert float(error.max()) < 0.1 * float(full.norm())
