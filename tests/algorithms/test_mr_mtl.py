@@ -150,16 +150,16 @@ class Flat:
 def test_kappa_equalises_noise_of_own_models_and_lambda_not(settings, expected):
     """Of sites of which one's gradients have ten times the other's variance.
 
-    20,000 coordinates: a variance's relative error has a deviation of 1 %, and b² is off by 3 %.
+    5,000 coordinates: a variance's relative error has a deviation of 2 %, and b² is off by 3 %.
     """
-    w, found = torch.zeros(20_000), []
+    w, found = torch.zeros(5000), []
     task = Task("run", 1, "mr_mtl", {"w": w}, {})
     for variance in (0.01, 0.1):
         site, memory = Flat(variance), State()
         for _ in range(800):
             memory = mr_mtl.local(task, site, memory, settings).memory
         found.append(float((settings.own_model(w, memory) - w).square().mean()))
-    assert found == pytest.approx(expected, rel=0.08)
+    assert found == pytest.approx(expected, rel=0.13)
 
 
 def rounds(settings, count, heard=lambda number: SITES, sites=SITES):
