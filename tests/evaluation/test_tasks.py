@@ -159,7 +159,7 @@ def _segmenter(shape, classes):
 @pytest.mark.usefixtures("no_page")
 def test_class_weights_move_the_answer_to_the_heavy_class(tmp_path):
     y = (X[:, 0] + RNG.normal(size=120) > 1).astype(int)
-    plan = {**SETTINGS, "rounds": 5, "privacy": {"mode": "none"}}
+    plan = {**SETTINGS, "rounds": 2, "privacy": {"mode": "none"}}
     said = []
     for weights in ([1.0, 1.0], [1.0, 20.0]):
         run = fedpact.run("logistic", (X, y), task={"class_weights": weights}, **plan,
@@ -187,12 +187,12 @@ def test_a_custom_loss_and_metric_are_used(tmp_path):
 
     A module is a loss, and a class is not.
     """
-    y = SEVERAL[:, 0]
-    ours = fedpact.run("logistic", (X, y), **SETTINGS, out=tmp_path / "ours")
+    y, few = SEVERAL[:, 0], {**SETTINGS, "rounds": 2}
+    ours = fedpact.run("logistic", (X, y), **few, out=tmp_path / "ours")
     runs = {}
     for name, loss in (("own", own), ("torch", nn.CrossEntropyLoss(reduction="none"))):
         task = {"loss": loss, "metrics": [share, "auc"]}
-        runs[name] = fedpact.run("logistic", (X, y), task=task, **SETTINGS, out=tmp_path / name)
+        runs[name] = fedpact.run("logistic", (X, y), task=task, **few, out=tmp_path / name)
         for a, b in zip(runs[name].model.parameters(), ours.model.parameters(), strict=True):
             assert torch.allclose(a, b, atol=1e-4)
     mine = runs["own"]
