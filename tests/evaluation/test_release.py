@@ -17,8 +17,8 @@ from fedpact.evaluation.held_out import EvaluationSettings, HeldOut, SumsForm
 from fedpact.evaluation.intervals import Sums, estimate_figures, exact_figures
 from fedpact.per_sample.kernel import PerSampleKernel
 
-TRIES = 400
-# A rate of 95 % is found to be below this once in 10^5, of 400 tries (normal approximation).
+TRIES = 200
+# A rate of 95 % is found to be below this once in 10^5, of 200 tries (normal approximation).
 LEAST = 0.95 - 4.3 * math.sqrt(0.95 * 0.05 / TRIES)
 
 
