@@ -61,7 +61,7 @@ def test_private_run_stops_by_released_values_at_charged_cost(tmp_path):
     result = fedpact.run(plan, tmp_path / "run")
     form = SimulationSetup.of(plan).form
     assert released_accuracy(result.records[1], form) >= 1e-6
-    assert (result.summary["status"], result.summary["rounds"]) == ("accuracy", 1)
+    check_reservation(result, "accuracy")
     for site in result.summary["epsilon"]:
         told = receipt(tmp_path / "run" / "sites" / site / "ledger.jsonl")
         (training,) = [run for run in told["runs"].values() if not run["beside"]]
@@ -69,10 +69,18 @@ def test_private_run_stops_by_released_values_at_charged_cost(tmp_path):
         assert training["epsilon_spent"] < training["epsilon_reserved"]
 
 
+def check_reservation(run, status):
+    """Fail unless a run that ended after a round states what it had reserved."""
+    assert (run.summary["status"], run.summary["rounds"]) == (status, 1)
+    assert {*run.summary["epsilon"].values()} == {20.0}
+    held = json.loads((run.folder / "privacy.json").read_text())["evaluation"]
+    spent = {*run.summary["evaluation"]["epsilon_spent"].values()}
+    assert spent == {held["epsilon_reserved"]}
+
+
 @pytest.mark.parametrize(
     ("status", "changes"),
     [
-        ("accuracy", {"budget": {"accuracy": 1e-6}}),
         ("diverged", {"settings": {"learning_rate": 1e30}, "server": FASTER}),
         ("stopped", {}),
     ],
@@ -82,11 +90,7 @@ def test_a_run_ended_by_releases_costs_its_reservation(tmp_path, status, changes
     ends = iter([False, status == "stopped"])
     plan = Plan.parse({**PRIVATE, "rounds": 3, **changes})
     run = simulate(plan, tmp_path / "run", stop=lambda: next(ends, False))
-    assert (run.summary["status"], run.summary["rounds"]) == (status, 1)
-    assert {*run.summary["epsilon"].values()} == {20.0}
-    held = json.loads((tmp_path / "run" / "privacy.json").read_text())["evaluation"]
-    spent = {*run.summary["evaluation"]["epsilon_spent"].values()}
-    assert spent == {held["epsilon_reserved"]}
+    check_reservation(run, status)
 
 
 def test_an_answer_that_did_not_arrive_counts_as_charged():
