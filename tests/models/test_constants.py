@@ -177,12 +177,12 @@ def test_constants_of_architectures_are_known():
 
 
 def test_a_constant_with_one_changed_number_is_refused():
-    for name, tensor in CONSTANTS.items():
-        for place in {tensor.numel() // 3, tensor.numel() - 2}:
-            other = tensor.clone().contiguous()
-            flat = other.view(-1)
-            flat[place] = ~flat[place] if other.dtype == torch.bool else 77
-            assert not is_constant(other), (name, place)
+    """Near its end, or a third of the way to it, by turns."""
+    for k, (name, tensor) in enumerate(CONSTANTS.items()):
+        other = tensor.clone().contiguous()
+        flat, place = other.view(-1), (len(other.view(-1)) - 2, other.numel() // 3)[k % 2]
+        flat[place] = ~flat[place] if other.dtype == torch.bool else 77
+        assert not is_constant(other), (name, place)
 
 
 @pytest.mark.parametrize("tensor", [v for v in CONSTANTS.values() if v.is_floating_point()])
@@ -228,7 +228,7 @@ def test_a_buffer_with_free_values_is_not_a_constant(tensor):
 def test_random_numbers_of_any_length_are_not_constants(dtype):
     """Drawn, sorted, or on a line or log scale between drawn ends."""
     draws = torch.Generator().manual_seed(0)
-    for n in (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 25, 36, 64):
+    for n in (2, 3, 4, 5, 8, 9, 16, 36):
         ends = torch.rand(2, generator=draws, dtype=torch.float64) * 100
         drawn = torch.randn(n, generator=draws, dtype=torch.float64) * 1000
         line = ends[0] + (ends[1] - ends[0]) * torch.arange(n) / (n - 1)
@@ -242,7 +242,7 @@ def test_random_numbers_of_any_length_are_not_constants(dtype):
 
 def test_chosen_places_and_masks_are_not_constants():
     draws = torch.Generator().manual_seed(1)
-    for n in (12, 16, 25, 36, 64):
+    for n in (12, 25, 64):
         chosen = torch.randperm(4 * n, generator=draws)[:n]
         mask = torch.rand(n, generator=draws) < 0.5
         graph = torch.rand(n, n, generator=draws) < 0.5
@@ -251,12 +251,11 @@ def test_chosen_places_and_masks_are_not_constants():
 
 
 class Positioned(nn.Linear):
-    """Holds every constant as a buffer."""
+    """Holds a constant as a buffer."""
 
     def __init__(self):
         super().__init__(3, 2)
-        for k, constant in enumerate(CONSTANTS.values()):
-            self.register_buffer(f"constant{k}", constant.clone())
+        self.register_buffer("positions", sinusoids(50, 16))
 
 
 def test_a_private_run_needs_no_statement_about_constants():
