@@ -313,10 +313,10 @@ def test_a_bias_of_one_is_a_bias():
     assert torch.isfinite(most(x)).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
-def test_the_group_norm_cnn_trains_in_private(shape):
+def test_the_group_norm_cnn_trains_in_private():
     """Its ways keep records apart, and a clipped sum is that of single gradients; float64."""
-    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(5, 1, 28, 28, generator=generator, dtype=torch.float64)
     y = torch.tensor([0, 1, 2, 3, 9])
     model = FlatModel(build("cnn_group_norm", x[0].float(), 10, 0).double())
     kernel = PerSampleKernel(model, cross_entropy)

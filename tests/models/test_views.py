@@ -37,7 +37,13 @@ def records(shape, count=6):
     return x, torch.arange(count) % 3
 
 
-@pytest.mark.parametrize(("name", "shape"), [("logistic", (8, 8)), ("cnn_group_norm", (3, 12, 12))])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("logistic", (8, 8)),
+        pytest.param("cnn_group_norm", (3, 12, 12), marks=pytest.mark.slow),
+    ],
+)
 def test_the_views_gradients_are_averaged_before_the_clip(name, shape):
     x, y = records(shape)
     module = build(name, x[0], 3, 0)
