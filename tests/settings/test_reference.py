@@ -185,7 +185,7 @@ def test_settings_and_algorithms_print_what_there_is(capsys):
     assert "arXiv 1602.05629" in capsys.readouterr().out
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     raw=st.dictionaries(
         st.text(max_size=4),
