@@ -52,13 +52,13 @@ def test_the_noise_is_the_openings_and_the_differences(federation):
     deviation s_a = σ_a C / N in a coordinate, ξ of σ K ‖w_1 - w⁰‖ / (q N) = σ K ‖v⁰‖ / (q N): so
     E‖w_2 - w⁰‖² = d s_a² (4 + d (σ K / (q N))²).
 
-    300 runs of d = 12: their mean spreads by about 3.5 %, so 15 % are four deviations. Without the
+    150 runs of d = 12: their mean spreads by about 5 %, so 20 % are four deviations. Without the
     noise of the difference, or with K twice as large, it would be 30 % less or 90 % more.
     """
     settings = Settings(proximal=0.0, learning_rate=1.0, local_steps=1, difference_bound=1.89)
     settings = settings.model_copy(update={"opening_noise": 3.0})
     method, found = Method("fedproxvr", settings), []
-    for seed in range(300):
+    for seed in range(150):
         bed = federation(private=True, counts={"a": 0}, sizes={"a": 10.0}, seed=seed)
         (reply,) = bed.replies(method, method.init(bed.w))
         found.append((reply.vectors["w"] - bed.w).square().sum())
@@ -66,5 +66,5 @@ def test_the_noise_is_the_openings_and_the_differences(federation):
     opening = settings.opening_noise * bed.sigma * bed.clip / size
     factor = 4 + dimension * (bed.sigma * 1.89 / (bed.rate * size)) ** 2
     assert float(torch.stack(found).mean()) == pytest.approx(
-        dimension * opening**2 * factor, rel=0.15
+        dimension * opening**2 * factor, rel=0.2
     )
