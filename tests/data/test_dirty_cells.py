@@ -62,10 +62,10 @@ def dirty(draw):
     return [repr(value), f"{value:.3e}", f" {value:+.17g} ", str(int(value))][draw.integers(4)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_dirty_cells_are_read_as_a_slow_parser_does(tmp_path, seed):
     draw = np.random.default_rng(seed)
-    rows = [[dirty(draw) for _ in range(3)] for _ in range(3000)]
+    rows = [[dirty(draw) for _ in range(3)] for _ in range(2000)]
     quoted = "\n".join(",".join(f'"{cell}"' for cell in [*row, "no"]) for row in rows)
     (tmp_path / "r.csv").write_text(f"a,b,c,y\n{quoted}\n", encoding="utf-8")
     names = ("a", "b", "c")
@@ -74,13 +74,13 @@ def test_dirty_cells_are_read_as_a_slow_parser_does(tmp_path, seed):
     )
     read = [[slow(cell) for cell in row] for row in rows]
     good = [k for k, row in enumerate(read) if None not in row]
-    assert 1000 < len(good) < 2500
+    assert 700 < len(good) < 1700
     assert found.numbers.tolist() == [k + 1 for k in good]
     expected = np.array([read[k] for k in good], np.float32)
     assert found.x.numpy().tobytes() == expected.tobytes()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cells=st.lists(st.one_of(st.sampled_from(DIRT), st.integers(), st.floats(), st.none(),
        st.floats().map(repr), st.integers().map(str), st.booleans())))  # fmt: skip
 def test_each_cell_is_read_as_if_it_were_alone(cells):

@@ -347,9 +347,7 @@ def test_unnamed_row_number_column_is_dropped(tmp_path, name):
 
 
 @pytest.mark.parametrize("values", ["float32", "int64"])
-@pytest.mark.parametrize(
-    "kind", [np.bool_, np.uint8, np.int32, np.int64, np.uint64, np.float32, np.float64]
-)
+@pytest.mark.parametrize("kind", [np.bool_, np.int64, np.uint64, np.float32, np.float64])
 def test_numbers_are_equal_among_text_and_missing_values(tmp_path, kind, values):
     """2^60 + 2^36 + 1 is 2^60 in float32 by way of float64, and the number above it by itself."""
     draw = np.random.default_rng(0)

@@ -50,7 +50,7 @@ def joined(partition):
 
 
 @pytest.mark.parametrize("choice", EVERY_KIND, ids=str)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     per_label=st.lists(st.integers(60, 150), min_size=7, max_size=9),
     sites=st.integers(1, 12),

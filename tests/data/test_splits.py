@@ -100,15 +100,15 @@ def test_dirichlet_of_one_label_has_the_law_s_moments():
     # mean 1/m, variance (m - 1) / (m^2 (m b + 1)). At b = 2, m = 4 the condition of 10 records in
     # 4,000 is missed with probability < 1e-3, which moves neither beyond the bounds below.
     data, chosen = records([4000]), PartitionSettings(kind="dirichlet", beta=2, held_out=0)
-    draws = [make_partition(data, chosen, 4, seed).label_counts[:, 0] for seed in range(500)]
+    draws = [make_partition(data, chosen, 4, seed).label_counts[:, 0] for seed in range(250)]
     shares = np.array(draws) / 4000
     variance = 3 / (16 * 9)
     # Six standard errors for the mean of the first site's share and for the mean square of all four
     # (the square's standard deviation is at most 2 * variance; sites of a draw are dependent, so
-    # 500 draws count): error rate below 1e-8 each.
-    assert abs(shares[:, 0].mean() - 0.25) < 6 * (variance / 500) ** 0.5
+    # 250 draws count): error rate below 1e-8 each.
+    assert abs(shares[:, 0].mean() - 0.25) < 6 * (variance / 250) ** 0.5
     spread = ((shares - 0.25) ** 2).mean()
-    assert abs(spread - variance) < 6 * 2 * variance / 500**0.5
+    assert abs(spread - variance) < 6 * 2 * variance / 250**0.5
 
 
 def test_dirichlet_s_concentration_orders_the_heterogeneity():
@@ -174,14 +174,14 @@ def test_a_large_concentration_gives_sites_that_are_alike(kind):
 def test_quantity_skew_has_the_law_s_moments_and_ignores_labels():
     # A site's share is Beta(b, (m - 1) b), as in the test of one label above.
     data, shares, p_values = records([1000, 3000]), [], []
-    for seed in range(300):
+    for seed in range(150):
         counts = counts_of(data, 4, seed, kind="quantity_skew", beta=2)
         shares.append(counts.sum(1) / 4000)
         p_values.append(stats.chi2_contingency(counts).pvalue)
     variance = 3 / (16 * 9)
-    assert abs(np.mean(shares, 0) - 0.25).max() < 6 * (variance / 300) ** 0.5
+    assert abs(np.mean(shares, 0) - 0.25).max() < 6 * (variance / 150) ** 0.5
     spread = ((np.array(shares) - 0.25) ** 2).mean()
-    assert abs(spread - variance) < 6 * 2 * variance / 300**0.5
+    assert abs(spread - variance) < 6 * 2 * variance / 150**0.5
     assert stats.kstest(p_values, "uniform").pvalue > 1e-6
 
 
@@ -318,10 +318,10 @@ def test_power_law_beyond_the_records_is_explained():
         make_partition(EVEN, PartitionSettings(**chosen, labels_per_site=1), 10, 0)
 
 
-@pytest.mark.parametrize("beta", [1e-4, 1e-3, 3e-3])
+@pytest.mark.parametrize("beta", [1e-4, 3e-3])
 def test_a_tiny_beta_splits_for_every_seed(beta):
     """Shares so small that a product with them is rounded: about one seed in a hundred."""
     y = np.random.default_rng(0).integers(0, 10, 200)
-    for seed in range(250):
+    for seed in range(120):
         parts = splits.inner_dirichlet(y, 5, beta, np.random.default_rng(seed))
         assert sorted(np.concatenate(parts).tolist()) == [*range(200)]

@@ -75,17 +75,17 @@ def test_every_label_has_the_largest_probability(name):
 
 def test_alpha_shifts_the_whole_model_of_a_device_by_one_number():
     # W_k = u_k + noise and b_k = u_k + noise, with u_k = α z_k for the same draw z_k.
-    still, moved = (Synthetic(alpha=a, sites=100) for a in (0.0, 2.0))
+    still, moved = (Synthetic(alpha=a, sites=40) for a in (0.0, 2.0))
     shifts = []
-    for k in range(100):
+    for k in range(40):
         a, b = still.device(k), moved.device(k)
         u = b.b[0] - a.b[0]
         assert b.w - a.w == pytest.approx(np.full((10, 60), u), abs=1e-12)
         assert b.b - a.b == pytest.approx(np.full(10, u), abs=1e-12)
         assert np.array_equal(a.v, b.v)
         shifts.append(u / 2.0)
-    chi_square(float(np.square(shifts).sum()), 100)
-    chi_square(100 * float(np.mean(shifts)) ** 2, 1)
+    chi_square(float(np.square(shifts).sum()), 40)
+    chi_square(40 * float(np.mean(shifts)) ** 2, 1)
 
 
 def test_beta_shifts_the_inputs_of_a_device_by_one_number():
