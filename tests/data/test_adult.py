@@ -82,6 +82,7 @@ def test_a_column_that_is_left_out_is_not_read(adult):
         load_dataset("adult", form=records.model_copy(update={"drop": ["no such"]}).shared())
 
 
+@pytest.mark.slow
 def test_the_published_files(real_data):
     """Rows by label as published: 7,841 of 32,561 and 3,846 of 16,281 have more than 50,000."""
     scene = SimulationSetup.of(Plan.read(TOML))

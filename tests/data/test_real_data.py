@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from experiments.recommend import check
-from tests.spread import spread
 
 from fedpact.data import download, public
 from fedpact.data.load import load_dataset
@@ -24,10 +23,8 @@ PER_LABEL = {
 SHAPES = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["fashion_mnist", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mnist", "cifar10"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fashion_mnist", "mnist", "cifar10"])
 def test_images_have_the_published_counts_and_moments(real_data, name):
     data = load_dataset(name)
     assert data.x_test is not None
@@ -158,10 +155,18 @@ def test_flambys_first_record_by_hand(real_data):
     torch.testing.assert_close(x, torch.tensor([*five, 1, 1, 0, 0, 0, 0, 0, 1]))
 
 
+USUAL = [("fashion_mnist", "own"), ("heart ε = 0.1", "sum")]
+
+
 @pytest.mark.parametrize(
     ("row", "trust"),
     # But for that whose filters take half a minute.
-    spread([row for row in check.ROWS if row != "cifar10"], ("own", "sum"), one_in=2),
+    [
+        pytest.param(row, trust, marks=() if (row, trust) in USUAL else pytest.mark.slow)
+        for row in check.ROWS
+        for trust in ("own", "sum")
+        if row != "cifar10"
+    ],
 )
 @pytest.mark.usefixtures("real_data")
 def test_figures_are_of_the_recommended_settings(row, trust):

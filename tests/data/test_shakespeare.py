@@ -40,7 +40,9 @@ def test_pieces_do_not_overlap_and_carry_their_next_character():
         public.of_roles(made())
 
 
-@pytest.mark.parametrize("model", ["ngram", "lstm", "transformer"])
+@pytest.mark.parametrize(
+    "model", ["ngram", "transformer", pytest.param("lstm", marks=pytest.mark.slow)]
+)
 def test_the_models_are_independent_and_learn_privately(tmp_path, model):
     """What follows from the last character alone is learnt; the first guess is 1 of 65."""
     data = public.of_roles(made(12), least=3)
