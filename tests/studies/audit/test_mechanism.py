@@ -137,7 +137,7 @@ def slow(*kinds):
 
 NOISE = [SameAsTheStepBefore, Uniform, OneCoordinateWithout]
 NOISE += slow(SameAtEveryStep, SameInEveryRequest, EverySecondStepWithout)
-SAMPLING = [FirstRecords, FixedSize, DoubledRate, *slow(Epochs, WholeSet, SameBatch)]
+SAMPLING = [FixedSize, DoubledRate, *slow(FirstRecords, Epochs, WholeSet, SameBatch)]
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +183,11 @@ def test_right_noise_on_a_grid_is_normal_as_often_as_is_said(target, queries):
         assert sum(p < 0.05 for p in one) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("sampling_rate=0.05", "rounds=30"), marks=pytest.mark.slow),
+        ("sampling_rate=0.05", "rounds=30"),
         ("algorithm=fedfdp", "settings.fairness_weight=0.6", "sampling_rate=0.5"),
     ],
 )

@@ -63,10 +63,10 @@ def test_right_shares_through_a_stand_in_pass(target):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("sum", HalfShares),
+        pytest.param("sum", HalfShares, marks=pytest.mark.slow),
         ("alone", HalfShares),
         ("sum", OneSiteWithout),
-        ("alone", SameAtEveryStep),
+        pytest.param("alone", SameAtEveryStep, marks=pytest.mark.slow),
     ],
 )
 def test_wrong_shares_are_found(target, name, kind):
