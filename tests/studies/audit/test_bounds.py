@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -43,6 +43,7 @@ def test_one_run_all_right_in_closed_form():
     st.integers(1, 60).flatmap(lambda r: st.tuples(st.just(r), st.integers(0, r))),
     st.sampled_from([0.0, 1e-5, 1e-3]),
 )
+@settings(max_examples=30)
 def test_one_run_is_monotone(counts, delta):
     guesses, correct = counts
     found = one_run_epsilon(60, guesses, correct, delta)
@@ -66,7 +67,7 @@ def test_one_run_error_rate_on_randomised_response(epsilon, guesses):
         assert law.sf(least - 2) > 0.05 * (1 - 1e-4)
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.01), (1.0, 1e-3), (0.0, 0.02)])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.01), (1.0, 1e-3)])
 def test_one_run_error_rate_with_delta(epsilon, delta):
     """A mechanism that tells a record's bit outright with probability δ, and else answers by ε.
 

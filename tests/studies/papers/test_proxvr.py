@@ -116,12 +116,7 @@ def test_theta_has_its_limits():
 
 @pytest.mark.parametrize(
     "how",
-    [
-        {},
-        {"whole": False},
-        {"tight": False, "whole": False},
-        {"solver": "svrg", "tight": False, "whole": False},
-    ],
+    [{}, {"solver": "svrg", "tight": False, "whole": False}],
     ids=str,
 )
 def test_no_sample_is_better_than_the_optimum(how):
@@ -156,7 +151,7 @@ def test_brute_force_over_a_grid_of_the_papers_23():
     # f(μ, β) with θ² = 24(β²L² + μ²)/(μ~L(5β² - 4β)(β - 3)), by numpy, apart from this code.
     for losses, gamma in ((SPEC, 0.01), (SPEC, 1e-4), (Losses(3.0, 0.3, 0.2), 0.5)):
         best = minimise(losses, gamma, whole=False)
-        mu, beta = np.meshgrid(np.geomspace(5, 500, 1500), np.geomspace(5, 200, 1500))
+        mu, beta = np.meshgrid(np.geomspace(5, 500, 750), np.geomspace(5, 200, 750))
         L, lam, s = losses.smoothness, losses.weak_convexity, 1 + losses.heterogeneity
         level, excess = 5 * beta**2 - 4 * beta, mu - lam
         theta2 = 24 * (beta**2 * L**2 + mu**2) / (excess * L * level * (beta - 3))
@@ -165,13 +160,13 @@ def test_brute_force_over_a_grid_of_the_papers_23():
         with np.errstate(divide="ignore"):
             value = np.where(theta > 0, (1 + gamma * level / 8) / theta, np.inf)
         at = np.unravel_index(value.argmin(), value.shape)
-        # The grid's steps are 0.31 % in μ and 0.25 % in β; the minimum is flat.
+        # The grid's steps are 0.62 % in μ and 0.5 % in β; the minimum is flat.
         assert best.objective * (1 - 1e-9) <= value[at] <= best.objective * (1 + 1e-4)
         assert best.mu == pytest.approx(mu[at], rel=0.01)
         assert best.beta == pytest.approx(beta[at], rel=0.01)
 
 
-@pytest.mark.parametrize("unit", [1e-3, 7.0, 1e-200, 1e200])
+@pytest.mark.parametrize("unit", [7.0, 1e-200])
 def test_a_change_of_units_scales_mu_and_the_objective(unit):
     scaled = minimise(Losses(unit, 0.5 * unit, 1.0), 0.01)
     plain = minimise(SPEC, 0.01)
@@ -183,7 +178,7 @@ def test_a_change_of_units_scales_mu_and_the_objective(unit):
 @pytest.mark.parametrize("how", [{"tight": False}, {"solver": "svrg"}], ids=str)
 def test_extreme_numbers_have_an_optimum_too(how):
     rng = random.Random(14)
-    for _ in range(4):
+    for _ in range(2):
         smooth = 10 ** rng.uniform(-8, 8)
         losses = Losses(smooth, smooth * rng.random(), 10 ** rng.uniform(-8, 12))
         gamma = 10 ** rng.uniform(-12, 12)
