@@ -185,13 +185,16 @@ def test_settings_and_algorithms_print_what_there_is(capsys):
     assert "arXiv 1602.05629" in capsys.readouterr().out
 
 
-@settings(max_examples=15)
+WORDS = st.text("aZ0 _-.,:#='\"\\[]{}\n\r\t\0\x7fé\u2028😀", max_size=4)
+
+
+@settings(max_examples=40)
 @given(
     raw=st.dictionaries(
-        st.text(max_size=4),
+        WORDS,
         st.recursive(
-            st.booleans() | st.integers(-99, 99) | st.text(max_size=5) | st.floats(allow_nan=False),
-            lambda inner: st.dictionaries(st.text(max_size=4), inner, max_size=4),
+            st.booleans() | st.integers(-99, 99) | WORDS | st.floats(allow_nan=False),
+            lambda inner: st.dictionaries(WORDS, inner, max_size=4),
             max_leaves=12,
         ),
         max_size=5,
