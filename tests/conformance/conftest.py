@@ -14,13 +14,8 @@ COMBINATIONS: list[dict[str, Any]] = [
     {
         "algorithm": "fedprox",
         "settings": {"local_steps": 3},
-        "local": {"head": 3, "momentum": 0.5},
+        "local": {"head": 3, "momentum": 0.5, "schedule": [1.0, 2.0, 0.5]},
         "server": {"optimiser": "adam"},
-    },
-    {
-        "algorithm": "fedprox",
-        "settings": {"local_steps": 3},
-        "local": {"momentum": 0.5, "schedule": [1.0, 2.0, 0.5]},
     },
     {
         "algorithm": "fedproxvr",
@@ -28,7 +23,6 @@ COMBINATIONS: list[dict[str, Any]] = [
         "server": {"optimiser": "yogi", "average": "exponential"},
     },
     {"algorithm": "fedavg", "control": {"kind": "ali", "iterations": 7}},
-    {"algorithm": "fedfdp", "control": {"kind": "ali"}},
     {"algorithm": "fedproxvr", "control": {"kind": "ali"}},
     {
         "algorithm": "fedavg",
@@ -78,7 +72,8 @@ def label(tables):
 
 @cache
 def methods():
-    """Name of an argument -> its values: see `pytest_generate_tests`."""
+    """Every method: each algorithm, and each choice of a setting. The usual suite has one variant
+    of each algorithm, and what goes around it."""
     # What lets exact numbers out by design has tests of its own: test_ali_dpfl.
     own = [
         [one for one in variants_of(name) if not one.facts.unprotected]
@@ -89,25 +84,20 @@ def methods():
     differ = [
         some[1:] if hasattr(some[0].settings, "local_steps") else some for some in own if some
     ]
-    cases = [*filter(new_choice(), itertools.chain(*differ)), *wrapped]
-    typical = [*(some[:2][-1] for some in own if some), *wrapped]
-    return {
-        asked: [
-            pytest.param(one, id=label(one.tables), marks=() if one in chosen else pytest.mark.slow)
-            for one in cases
-        ]
-        for asked, chosen in {"case": cases, "typical": typical}.items()
-    }
+    usual = [*(some[:2][-1] for some in own if some), *wrapped]
+    return [
+        pytest.param(one, id=label(one.tables), marks=() if one in usual else pytest.mark.slow)
+        for one in [*filter(new_choice(), itertools.chain(*differ)), *wrapped]
+    ]
 
 
 def pytest_generate_tests(metafunc):
-    """`case` is every method: each algorithm, and each choice of a setting; of `typical` the suite
-    has one variant of each algorithm. `reducible` is each algorithm that names a parent."""
+    """`case` is every method, and `reducible` each algorithm that names a parent."""
     if "reducible" in metafunc.fixturenames:
         named = [name for name in algorithms.names() if algorithms.load(name).NEUTRAL]
         metafunc.parametrize("reducible", named)
-    for asked in {"case", "typical"}.intersection(metafunc.fixturenames):
-        metafunc.parametrize(asked, methods()[asked])
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", methods())
 
 
 @pytest.fixture(scope="session")

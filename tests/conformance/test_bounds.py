@@ -23,8 +23,12 @@ EXTREMES = {
         "rate": 0.05,
         "sizes": {"a": 6.0, "b": 15.0, "c": 3.5},
     },
-    "hardly any noise, all records": {"sigma": 1e-3, "rate": 1.0},
-    "tiny clip in float32": {"clip": 1e-6, "dtype": torch.float32},
+    "hardly any noise, all records, a tiny clip in float32": {
+        "sigma": 1e-3,
+        "rate": 1.0,
+        "clip": 1e-6,
+        "dtype": torch.float32,
+    },
 }
 
 
@@ -57,15 +61,15 @@ def fault(made, method, task, reply):
     return admission.far_off(reply.site, task, opened.vectors, reply.numbers)
 
 
-def test_honest_replies_are_within_their_bounds(federation, typical):
-    if typical.facts.plain_only:
+def test_honest_replies_are_within_their_bounds(federation, case):
+    if case.facts.plain_only:
         pytest.skip("it has no private form, and so no bounds")
     for extreme, setting in EXTREMES.items():
         made = pulling(federation(private=True, seed=1, **setting))
-        for task, reply in rounds(made, typical, 2):
-            assert fault(made, typical, task, reply) is None, extreme
+        for task, reply in rounds(made, case, 2):
+            assert fault(made, case, task, reply) is None, extreme
             for name, value in task.numbers.items():
-                assert typical.facts.task_numbers[name].holds(value), extreme
+                assert case.facts.task_numbers[name].holds(value), extreme
 
 
 def lies(method, task, reply):
@@ -83,14 +87,14 @@ def lies(method, task, reply):
             yield name, dataclasses.replace(reply, numbers={**reply.numbers, name: other})
 
 
-def test_false_replies_are_beyond_the_bounds(federation, typical):
+def test_false_replies_are_beyond_the_bounds(federation, case):
     """Whoever adds 1e30, or says a number that would overflow."""
-    if typical.facts.plain_only:
+    if case.facts.plain_only:
         pytest.skip("it has no private form, and so no bounds")
     made = pulling(federation(private=True))
-    for task, reply in rounds(made, typical, 1):
-        for name, lie in lies(typical, task, reply):
-            assert fault(made, typical, task, lie), (name, lie)
+    for task, reply in rounds(made, case, 1):
+        for name, lie in lies(case, task, reply):
+            assert fault(made, case, task, lie), (name, lie)
 
 
 def test_public_numbers_are_those_of_the_terms(federation):

@@ -16,16 +16,14 @@ ROUNDS = 2
 
 def plan(case, workers=1):
     """In the private form where there is one: the engine does all that it does for a plain run."""
-    private = not case.facts.plain_only
+    mode = "none" if case.facts.plain_only else "per_sample"
     return Plan.parse(
         {
             **case.tables,
             "rounds": ROUNDS,
-            "sites": 3,
+            "sites": 2,
             "partition": {"kind": "dirichlet", "held_out": 0.25},
-            # Where τ is chosen on the way, σ is calibrated for given iterations only.
-            "privacy": {"mode": "per_sample" if private else "none", "accountant": "rdp"}
-            | ({"sigma": 8.0} if case.facts.controlled and case.facts.iterations is None else {}),
+            "privacy": {"mode": mode, "accountant": "rdp", "sigma": 8.0},
             "run": {"workers": workers, "evaluate_every": 1},
         }
     )
@@ -84,14 +82,14 @@ def assert_same(one, other):
     assert scores(one) == scores(other)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(typical, data, tmp_path, run):
+def test_a_resumed_run_equals_an_uninterrupted_one(case, data, tmp_path, run):
     """By another number of workers, too."""
-    whole = run(typical)
+    whole = run(case)
     assert len(whole.records) == ROUNDS + 1
     done = []
     for workers, stop_after in enumerate((1, ROUNDS), 1):
         stopped = simulate(
-            plan(typical, workers),
+            plan(case, workers),
             tmp_path / "resumed",
             data=data,
             on_round=lambda record: done.append(record.round),

@@ -71,11 +71,11 @@ def apart(case, made):
     return max(found)
 
 
-def test_an_allowed_method_needs_the_mean_alone(typical, federation):
+def test_an_allowed_method_needs_the_mean_alone(case, federation):
     """And one that is refused needs more, in a private run or a plain one, or it is refused for
     nothing."""
-    found = [apart(typical, federation(private=private)) for private in (True, False)]
-    if allowed(typical.tables):
+    found = [apart(case, federation(private=private)) for private in (True, False)]
+    if allowed(case.tables):
         assert max(found) <= CLOSE
     else:
         assert max(found) > 1e-6
@@ -103,20 +103,20 @@ class Release(BatchAround):
         return self._kept[-1].clone()
 
 
-def test_declared_sums_of_releases_are_such_sums(typical, federation):
+def test_declared_sums_of_releases_are_such_sums(case, federation):
     """In the third round, when sites remember something: what was told plus Σ c_t g_t, where with
     the c of `weights` and at most T releases |c| is at least |c| there and Σ |c_t| at most √T
     times it. The width of masked words and their grid rest on it."""
-    if not (typical.facts.sums_releases and allowed(typical.tables)):
+    if not (case.facts.sums_releases and allowed(case.tables)):
         pytest.skip("its replies are not said to be such sums, or it is never masked")
     kept = []
     made = federation(private=True, around=lambda oracle: Releases(oracle, kept))
-    state = made.run(typical, 2)
-    task = made.task(typical, state, 3)
-    told = weights(typical, task)
+    state = made.run(case, 2)
+    task = made.task(case, state, 3)
+    told = weights(case, task)
     for site in made.sites:
         kept.clear()
-        local = made.local(typical, site, task)
+        local = made.local(case, site, task)
         for name, vector in local.vectors.items():
             away = vector - task.vectors[name] if name in task.vectors else vector
             g = torch.stack(kept, 1)
@@ -125,4 +125,4 @@ def test_declared_sums_of_releases_are_such_sums(typical, federation):
             length, opened = told[name]
             assert opened == 0
             assert float(c.norm()) >= length * (1 - CLOSE)
-            assert float(c.abs().sum()) <= math.sqrt(typical.steps()) * length * (1 + CLOSE)
+            assert float(c.abs().sum()) <= math.sqrt(case.steps()) * length * (1 + CLOSE)

@@ -75,7 +75,7 @@ def quiet(federation):
 
 
 @given(record=records, weighting=weightings, scale=st.sampled_from([0.0, 1e-3, 1.0, 1e3]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_gradient(record, weighting, scale, quiet):
     check(
         quiet,
@@ -86,7 +86,7 @@ def test_gradient(record, weighting, scale, quiet):
 
 
 @given(record=records, bound=st.floats(1e-6, 1e6), scale=st.sampled_from([0.0, 1e-3, 1.0, 1e3]))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_loss_and_below(record, bound, scale, quiet):
     w = quiet.w * scale
     check(
@@ -145,13 +145,13 @@ class Spy:
         return ask
 
 
-def test_every_query_of_every_algorithm(typical, federation):
-    """What the algorithms ask for in three noisy rounds, asked again with each record left out."""
+def test_every_query_of_every_algorithm(case, federation):
+    """What the algorithms ask for in two noisy rounds, asked again with each record left out."""
     queries = []
     noisy = federation(
         private=True, sigma=1.0, clip=CLIP, counts={"a": 4}, around=lambda o: Spy(o, queries)
     )
-    noisy.run(typical)
+    noisy.run(case)
     assert queries
     bed = federation(private=True, sigma=0.0, clip=CLIP, rate=1.0, counts={"a": 4})
     every = bed.records["a"]

@@ -16,13 +16,8 @@ def test_it_is_its_parent_under_neutral_settings_alone(reducible):
 
 
 def test_every_check_holds(case):
-    for check in OF_METHOD:
-        check(case, True)
-
-
-def test_every_check_holds_without_noise(typical):
-    for check in OF_METHOD:
-        check(typical, False)
+    for check, private in itertools.product(OF_METHOD, (True, False)):
+        check(case, private)
 
 
 class Silent:
