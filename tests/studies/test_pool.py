@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tests.studies import stand_in
@@ -157,6 +158,18 @@ def test_a_process_that_ctrl_c_ended_is_no_failure(tmp_path, monkeypatch):
     assert run_jobs(jobs(tmp_path, "interrupted"), 1, print, lambda: next(asked, True)) == {}
 
 
+def test_a_process_does_not_import_the_callers_script(tmp_path, monkeypatch):
+    """A new process imports the file of `__main__`, where there is one."""
+    script, marker = tmp_path / "script.py", tmp_path / "imported"
+    script.write_text(f"open({str(marker)!r}, 'w')")
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert run_jobs(jobs(tmp_path, "a"), 1, lambda _: None, never) == {}
+    assert not marker.exists()
+
+
+@pytest.mark.slow
 def test_a_comparing_script_is_not_run_again_by_its_workers(tmp_path):
     """Though no `if __name__ == "__main__"` guards it. They make the run that is made here."""
     script = tmp_path / "script.py"
