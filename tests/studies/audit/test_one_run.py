@@ -71,7 +71,7 @@ def test_gradients_without_vmap_are_the_same(plain, monkeypatch):
     assert torch.allclose(losses, same, atol=1e-6)
 
 
-@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (0.9, False), (0.5, False)])
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (0.9, False)])
 def test_noise_level(factor, passes, fair):
     """Of three channels, by a chi-square test; a correct one fails for 0.1 % of seeds."""
 
@@ -108,7 +108,7 @@ def test_noise_on_a_coarse_grid_is_found_as_it_is(audited):
         assert measured(level) == pytest.approx(level.claimed, rel=0.25)
     assert all(test.passed for test in noise_tests(target, queries, alone))
     broken = dataclasses.replace(target, make=audited.broken["noise halved"])
-    assert not any(level.passed for level in levels_of(broken))
+    assert not any(level.passed for level in noise_levels(broken, noise_alone(broken, queries)))
 
 
 def test_play_asks_what_the_algorithm_asks(audited):
@@ -138,18 +138,18 @@ def test_canaries_are_mislabelled_and_repeatable(plain):
 
 def test_one_run_passes_and_learns_with_less_noise(audited):
     """At the default budget, and where nearly no noise is left."""
-    default = audited.target("rounds=20", "sampling_rate=0.5", "privacy.epsilon=2.0")
+    default = audited.target("rounds=5", "sampling_rate=0.5", "privacy.epsilon=2.0")
     found = one_run(default, 200)
     assert found.passed
-    assert found.events == default.terms.steps == 20
+    assert found.events == default.terms.steps == 5
     assert found.claimed == pytest.approx(2.0, abs=1e-3)
-    loud = audited.target("rounds=20", "sampling_rate=0.5", "privacy.epsilon=60.0")
+    loud = audited.target("rounds=10", "sampling_rate=0.5", "privacy.epsilon=60.0")
     assert one_run(loud, 200).epsilon > 1.0
 
 
 def test_one_run_finds_a_mechanism_that_forgot_its_noise(audited):
     """Told apart at a small ε, which the bound of one run can exceed."""
-    target = audited.target("rounds=10", "sampling_rate=0.5", "privacy.epsilon=0.5")
+    target = audited.target("rounds=5", "sampling_rate=0.5", "privacy.epsilon=0.5")
 
     def silent(records, kernel, terms, draws):
         sigmas = {channel: sigma / 1000 for channel, sigma in terms.sigmas.items()}
