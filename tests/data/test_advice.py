@@ -230,7 +230,7 @@ def test_the_remedy_of_numbers_that_differ_little_works(tmp_path, caplog):
     path = tmp_path / "ph.npz"
     x = np.stack([ph, draw.integers(0, 2, 900)], 1).astype(np.float32)
     np.savez(path, x=x, y=y)
-    steps = {"settings": {"learning_rate": 4.0}, "rounds": 30}
+    steps = {"settings": {"learning_rate": 4.0}, "rounds": 25}
     steps["privacy"] = {"epsilon": 9.0, "accountant": "rdp"}
     bad = simulate(plan_of(str(path), **steps), tmp_path / "bad").summary
     assert f"{LITTLE}: 0 (" in caplog.text

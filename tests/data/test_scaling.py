@@ -167,7 +167,7 @@ def wide(path, n=400):
 
 def asked(data, **records):
     return Plan.parse(
-        {"data": data, "label": "out", "sites": 2, "rounds": 30, "records": records,
+        {"data": data, "label": "out", "sites": 2, "rounds": 20, "records": records,
          "privacy": {"epsilon": 5.0, "accountant": "rdp"}}
     )  # fmt: skip
 

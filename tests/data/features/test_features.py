@@ -51,6 +51,7 @@ SMALL = {
     "own": {"kind": f"{OWN}:mixing", "trained_on": "nothing: it has no weights"},
 }
 
+FEW = 272  # a multiple of 8, and no fewer than are looked at
 ASKED = Task("run", 1, "fedavg", {}, {})
 
 
@@ -66,10 +67,11 @@ def backbone(name, tmp_path):
 
 @pytest.fixture(scope="module", autouse=True)
 def whitened_by_few(tmp_path_factory):
-    """By a tenth of the made images, and a quarter for filters: they take most of the time."""
+    """By a few of the made images, and filters too: they take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extract, "MADE", MADE // 10)
-        patch.setattr(kinds, "MADE", MADE // 4)
+        patch.setattr(extract, "MADE", FEW)
+        patch.setattr(kinds, "MADE", FEW)
+        patch.setattr(kinds, "_IMAGES", FEW)
         patch.setenv("FEDPACT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
@@ -160,9 +162,7 @@ def test_whitened_features_are_uncorrelated_where_they_vary(tmp_path):
     mean, whitening = Extractor(
         FeatureSettings(kind="scattering", cells=2), SHAPE, 3, tmp_path
     )._whitening
-    found = torch.cat(
-        [raw._map(x) for x in dead_leaves(kinds.MADE, SHAPE, 3, 0, MADE // 10).split(64)]
-    ).double()
+    found = torch.cat([raw._map(x) for x in dead_leaves(FEW, SHAPE, 3, 0, FEW).split(64)]).double()
     assert torch.allclose(found.mean(0), mean.double(), atol=1e-6)
     covariance = torch.cov((found - mean).T, correction=0)
     ridge = 0.4 * covariance.trace() / len(covariance)
@@ -255,11 +255,11 @@ def test_large_images_are_made_in_parts_that_fit_into_memory(monkeypatch):
 def test_made_images_in_parts_are_the_same_images():
     """Each is drawn from the same numbers, whoever is made beside it."""
     shape = (3, 7, 9)
-    whole = dead_leaves.__wrapped__(1000, shape, 1, 0, 1000)
-    for start, stop in ((0, 8), (8, 9), (503, 700), (999, 1000)):
-        part = dead_leaves.__wrapped__(1000, shape, 1, start, stop)
+    whole = dead_leaves.__wrapped__(FEW, shape, 1, 0, FEW)
+    for start, stop in ((0, 8), (8, 9), (103, 200), (FEW - 1, FEW)):
+        part = dead_leaves.__wrapped__(FEW, shape, 1, start, stop)
         assert torch.equal(part, whole[start:stop])
-    assert torch.equal(torch.cat(list(generate_images(500, shape, 1))), whole[:500])
+    assert torch.equal(torch.cat(list(generate_images(100, shape, 1))), whole[:100])
 
 
 # ---------------------------------------------------------------- what is refused
@@ -638,7 +638,7 @@ def test_whitening_is_cached_reports_progress_and_is_stable(tmp_path, monkeypatc
     settings, x = FeatureSettings(kind="scattering", cells=1), made(3)
     first = Extractor(settings, SHAPE, 0, tmp_path)(x).x
     told = capsys.readouterr().err
-    assert "of 400 made images, to whiten by" in told
+    assert f"of {FEW} made images, to whiten by" in told
     assert "features of 3 of 3 records" in told
     (kept,) = (tmp_path / "cache" / "whitening").iterdir()
     with monkeypatch.context() as patch:
@@ -747,13 +747,12 @@ def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, counted, caplog)
 # ---------------------------------------------------------------- a deployment
 
 
-def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path, monkeypatch):
+def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path):
     pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
     from fedpact.deployment.files import Choices, write_deployment
     from fedpact.deployment.server import Coordinator
     from fedpact.deployment.site import Site
 
-    monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
     plan = Plan.parse(DIGITS)
     directory = tmp_path / "deployment"
     write_deployment(directory, plan, Choices())
