@@ -17,13 +17,12 @@ COMBINATIONS: list[dict[str, Any]] = [
         "local": {"head": 3, "momentum": 0.5, "schedule": [1.0, 2.0, 0.5]},
         "server": {"optimiser": "adam"},
     },
+    {"algorithm": "fedavg", "control": {"kind": "ali", "iterations": 7}},
     {
         "algorithm": "fedproxvr",
-        "settings": {"local_steps": 3},
+        "control": {"kind": "ali"},
         "server": {"optimiser": "yogi", "average": "exponential"},
     },
-    {"algorithm": "fedavg", "control": {"kind": "ali", "iterations": 7}},
-    {"algorithm": "fedproxvr", "control": {"kind": "ali"}},
     {
         "algorithm": "fedavg",
         "fairness": {"weight": 0.3},
