@@ -15,15 +15,15 @@ from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 
 
-def pixels(path, *, shape=(1, 8, 8), dtype=np.float32, **spoilt):
+def pixels(path, *, count=600, shape=(1, 8, 8), dtype=np.float32, **spoilt):
     """Two classes of images of 0 .. 255 that differ in which half is brighter."""
     draw = np.random.default_rng(0)
-    y = draw.integers(0, 2, 600)
+    y = draw.integers(0, 2, count)
     bright = np.repeat([[40, 0], [0, 40]], 32, axis=1)
-    x = (draw.integers(0, 216, (600, 64)) + bright[y]).astype(dtype)
+    x = (draw.integers(0, 216, (count, 64)) + bright[y]).astype(dtype)
     for place, value in spoilt.items():
         x[int(place[1:]), 3] = value
-    np.savez(path, x=x.reshape(600, *shape), y=y)
+    np.savez(path, x=x.reshape(count, *shape), y=y)
     return str(path)
 
 
@@ -85,7 +85,8 @@ def test_features_that_do_not_depend_on_the_scale_need_none(tmp_path, caplog, ki
         "whiten": False,
         **({"filters": 8} if kind == "patches" else {}),
     }
-    plan = plan_of(pixels(tmp_path / "x.npz"), model="logistic", features=made)
+    data = pixels(tmp_path / "x.npz", count=100)
+    plan = plan_of(data, model="logistic", features=made)
     small = plan_of(str(tmp_path / "y.npz"), model="logistic", features=made)
     with np.load(tmp_path / "x.npz") as stored:
         np.savez(tmp_path / "y.npz", x=stored["x"] / 255, y=stored["y"])

@@ -599,8 +599,8 @@ def test_records_at_which_a_backbone_fails_are_dropped(tmp_path, caplog):
 
 DIGITS = {
     "features": {"kind": "scattering", "cells": 2},
-    "sites": 3,
-    "rounds": 4,
+    "sites": 2,
+    "rounds": 3,
     "settings": {"learning_rate": 8.0},
     "privacy": {"clip": 0.5, "accountant": "rdp"},
     "run": {"workers": 1},
