@@ -22,7 +22,8 @@ from fedpact.studies.audit.target import Target, private_oracle
 
 # All five with -m slow.
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
-MODELS = ("logistic", "models_of_sums:cnn", "models_of_sums:embedding")
+CNN = pytest.param("models_of_sums:cnn", marks=pytest.mark.slow)
+MODELS = ("logistic", CNN, "models_of_sums:embedding")
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +146,7 @@ def by(kind, site):
 
 
 KERNELS = {
-    "logistic": [RareLabelUnclipped, NotANumber],
+    "logistic": [RareLabelUnclipped, NotANumber, EachLayerClipped, OneBiasUnclipped],
     "models_of_sums:cnn": [EachLayerClipped, OneBiasUnclipped],
     "models_of_sums:embedding": [MeanClipped],
 }

@@ -45,7 +45,7 @@ class Right(Draws):
         return self.inner.share(total, unit, units, step, purpose)
 
 
-@pytest.mark.parametrize("name", ["sum", "alone"])
+@pytest.mark.parametrize("name", ["sum", pytest.param("alone", marks=pytest.mark.slow)])
 def test_the_right_mechanism_passes(target, name):
     view = list_views(target)[name]
     asked = queries_of(view)

@@ -112,6 +112,7 @@ def test_the_text_states_the_optimum_and_its_meaning():
     assert "local_steps = 177" in out
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(fedproxvr, "POINTS", 3)  # each is a search
     out = tmp_path / "figure.svg"
