@@ -270,4 +270,4 @@ def test_a_reply_without_a_model_is_refused_with_its_remedy(around):
     wrapped = FairMethod(inner, FairnessSettings()) if around == "fairness" else Headed(inner, HEAD)
     bed = HandFederation(private=True)
     with pytest.raises(PlanError, match=rf"replies with gradient, and {around} needs the model, w"):
-        bed.replies(wrapped, wrapped.init(bed.w))
+        list(bed.replies(wrapped, wrapped.init(bed.w)))
