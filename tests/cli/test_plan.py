@@ -54,10 +54,10 @@ def test_choice_keeps_the_budget_with_non_batch_releases(overrides):
     chosen, terms = case["chosen"], whole.terms["site-00"]
     history = terms.history(0, terms.openings)
     if terms.openings:
-        # Their noise is so many times that of a batch, which is another one now.
+        # As noisy as the mean of a round's batches, which are others now.
         (opening,) = history
-        grown = opening.sigma * chosen["sigma"] / terms.event.sigma
-        history = Counter({replace(opening, sigma=grown): terms.openings})
+        way = chosen["sampling_rate"] * math.sqrt(chosen["local_steps"])
+        history = Counter({replace(opening, sigma=chosen["sigma"] / way): terms.openings})
     history[SampledGaussian(chosen["sampling_rate"], chosen["sigma"])] += int(chosen["steps"])
     assert 0.99 * case["epsilon"] < epsilon(history, case["delta"], "rdp") <= case["epsilon"]
     assert chosen["passes"] <= 4.0

@@ -23,7 +23,7 @@ def plan(case, workers=1):
             "rounds": ROUNDS,
             "sites": 2,
             "partition": {"kind": "dirichlet", "held_out": 0.25},
-            "privacy": {"mode": mode, "accountant": "rdp", "sigma": 8.0},
+            "privacy": {"mode": mode, "accountant": "rdp", "sigma": 16.0},
             "run": {"workers": workers, "evaluate_every": 1},
         }
     )

@@ -125,6 +125,10 @@ class Spy:
     def noise_variance(self):
         return self.inner.noise_variance
 
+    @property
+    def clip(self):
+        return self.inner.clip
+
     def batches(self, count, *channels):
         for batch in self.inner.batches(count, *channels):
             yield Spy(batch, self.queries)

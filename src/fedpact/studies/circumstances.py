@@ -413,7 +413,10 @@ def _calibrate(scene: SimulationSetup, terms: Terms, one: Choice, rounds: int) -
     for each in whose:
         asked = plan.terms_at_unit_noise(each.site, each.size, tuple(scene.terms), rounds)
         steps = asked.steps // plan.method.steps() * one.local_steps
-        sigmas.append(calibrate(replace(asked, rate=one.rate, steps=steps)).event.sigma)
+        opening = plan.method.facts.opening if asked.openings else None
+        noise = opening.ratios(one.rate, one.local_steps) if opening else {}
+        asked = replace(asked, rate=one.rate, steps=steps, opening_sigmas=noise)
+        sigmas.append(calibrate(asked).event.sigma)
     return replace(one, sigma=max(sigmas))
 
 

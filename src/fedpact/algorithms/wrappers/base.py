@@ -124,7 +124,7 @@ class MethodWrapper(Method):
         self.facts = replace(inner.facts, **facts)
 
     def model_of(self, local: Local, key: str) -> Tensor:
-        """Return w [d] of a reply. Raises PlanError: it has none. key: the setting that reads it."""
+        """Return a reply's w [d]. Raises PlanError: it has none. key: the setting that reads it."""
         if "w" not in local.vectors:
             raise PlanError(
                 f"algorithm {self.name!r} replies with {', '.join(local.vectors)}, and {key} needs "
