@@ -330,7 +330,8 @@ class Plan(BaseModel):
             raise PlanError('privacy.mode = "none": a plain run has no terms')
         facts = self.method.facts
         opening = facts.opening if rounds + spare else None
-        rate, steps = self.rate(name, size), self.method.steps()
+        steps = facts.iterations or (rounds + spare) * self.method.steps()
+        rate = self.rate(name, size)
         return Terms(
             site=name,
             size=size,
@@ -338,9 +339,9 @@ class Plan(BaseModel):
             clip=self.privacy.clip,
             clips=self.privacy.clips(self.rounds),
             sigmas=facts.channels,
-            steps=facts.iterations or (rounds + spare) * steps,
+            steps=steps,
             opening_rate=opening.rate if opening else 1.0,
-            opening_sigmas=opening.ratios(rate, steps) if opening else {},
+            opening_sigmas=opening.ratios(rate, steps / (rounds + spare)) if opening else {},
             openings=rounds + spare if opening else 0,
             budget=self.privacy.budget(name, names),
             accountant=self.privacy.accountant,

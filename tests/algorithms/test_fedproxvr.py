@@ -146,6 +146,15 @@ def test_by_default_an_opening_is_as_noisy_as_the_batches_mean(tmp_path):
         assert terms.opening_sigmas["gradient"] / opened == pytest.approx(batches, rel=1e-9)
 
 
+def test_with_a_controlled_tau_an_opening_is_as_noisy_as_a_mean_round():
+    """Not as one of the controller's longest, of 100 steps: most of ε would go to the openings."""
+    asked = {"algorithm": "fedproxvr", "rounds": 8, "sampling_rate": 0.5}
+    plan = Plan.parse({**asked, "control": {"kind": "ali", "iterations": 72}})
+    (terms,) = plan.terms({"a": 300.0}).values()
+    noise = terms.sigmas["difference"], terms.opening_sigmas["gradient"]
+    assert (terms.steps, terms.openings, noise[1] / noise[0]) == (72, 8, pytest.approx(2 / 3))
+
+
 def test_a_sampled_opening_is_the_full_gradient_on_average():
     """400 openings of rate 0.3 over 40 records: their mean is off by a few of its standard errors.
 

@@ -47,6 +47,15 @@ def test_the_bound_follows_the_movement(given, slope, most, federation):
         assert bound == pytest.approx(min(slope * moved, most * bed.clip), rel=1e-12)
 
 
+def test_a_random_iterate_has_the_same_bound(federation):
+    """C/τ with the settings' τ, however few steps lead to the iterate that is drawn."""
+    seen, given = [], {"iterate": "random", "smoothness": 1e6, "learning_rate": 1.0}
+    bed = federation(private=True, around=lambda oracle: Moving(oracle, seen))
+    bed.run(Method("fedproxvr", Settings(**given)), 3)
+    assert 0 < len(seen) < 3 * 3 * 10
+    assert {bound for _, bound in seen} == {bed.clip / 10}
+
+
 def test_the_noise_is_the_openings_and_the_differences(federation):
     """At an empty site all is noise. With η = 1, μ = 0, τ = 1: w_2 - w⁰ = -(2 v⁰ + ξ), v⁰ of
     deviation s_a = σ_a C / N in a coordinate, ξ of σ K ‖w_1 - w⁰‖ / (q N) = σ K ‖v⁰‖ / (q N): so

@@ -365,6 +365,7 @@ def test_validation_records_are_training_records(persons):
 @pytest.mark.parametrize(
     "split",
     [
+        lambda y, sites: [],
         lambda y, sites: np.array_split(np.arange(len(y)), sites - 1),
         lambda y, sites: [np.arange(len(y))] * sites,
         lambda y, sites: [np.repeat(part, 2) for part in np.array_split(np.arange(len(y)), sites)],
@@ -373,7 +374,7 @@ def test_validation_records_are_training_records(persons):
         lambda y, sites: [np.arange(len(y)) % sites == site for site in range(sites)],
         lambda y, sites: np.array_split(1.0 * np.arange(len(y)), sites),
     ],
-    ids=["too few", "every site all", "twice", "negative", "beyond", "masks", "floats"],
+    ids=["none", "too few", "every site all", "twice", "negative", "beyond", "masks", "floats"],
 )
 def test_a_split_of_ones_own_gives_a_record_once(monkeypatch, split):
     kind = PartitionKind(lambda y, sites, *_: split(y, sites))

@@ -27,7 +27,8 @@ Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u =
           Two clipped gradients would need noise for 2C, however small the movement.
           Without K the bound is min(L ‖w_t - u‖, C/τ), and without σ_a/σ it is q_a/(q sqrt(τ)):
           v⁰ is as noisy as the mean of τ batches' gradients, and the noise of all τ differences
-          together no larger, however far w moves.
+          together no larger, however far w moves. With [control] the latter τ is the mean of those
+          that are reserved.
           t' is a public draw from the round's number, the same at every site, so that a repeated
           request is the same request. Steps after t' are neither computed nor charged.
           The paper's t' may be 0, a round without movement. Without it the mean of ‖∇J_n(w_t)‖² is
@@ -118,18 +119,22 @@ def _channel(settings: Settings) -> str:
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
     most = round_steps(task, settings.local_steps)
     last = most + 1 if settings.iterate == "last" else _draw_step(task.round, most)
-    iterates = _iterates(task.vectors["w"], oracle, last, settings)
+    iterates = _iterates(task.vectors["w"], oracle, last, settings, oracle.clip / most)
     return Local({"w": deque(iterates, maxlen=1).pop()})
 
 
-def _iterates(center: Tensor, oracle: Oracle, last: int, settings: Settings) -> Iterator[Tensor]:
-    """Yield w¹, w², ... up to w_last, or up to the first that θ calls accurate."""
+def _iterates(
+    center: Tensor, oracle: Oracle, last: int, settings: Settings, most: float
+) -> Iterator[Tensor]:
+    """Yield w¹, w², ... up to w_last, or up to the first that θ calls accurate.
+
+    most: bounds a difference if no K is given.
+    """
     eta, mu = settings.step_size, settings.proximal
     start = v = oracle.opening("gradient").gradient(center)
     before, w = center, _prox(center, v, center, eta, mu)
     yield w
     for batch in _batches(oracle, last - 1, settings):
-        most = oracle.clip / (last - 1)
         v = _direction(batch, w, (before, v), (center, start), settings, most)
         if settings.accuracy is not None:
             residual = (v + mu * (w - center)).norm()

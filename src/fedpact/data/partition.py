@@ -428,7 +428,7 @@ def make_partition(
 
 def _check_parts(kind: str, parts: splits.Indices, sites: int, count: int) -> None:
     """Raise DataError unless there is a part for each site, and nothing is in two."""
-    dealt = np.concatenate(parts)
+    dealt = np.concatenate([np.ravel(part) for part in parts] or [np.array(())])
     inside = dealt.dtype.kind in "iu" and bool(((dealt >= 0) & (dealt < count)).all())
     if not (len(parts) == sites and inside and len(np.unique(dealt)) == len(dealt)):
         raise DataError(

@@ -164,8 +164,11 @@ class Opening:
         if not self.channels:
             raise PlanError("channels is empty: an algorithm that releases nothing needs no terms")
 
-    def ratios(self, rate: float, steps: int) -> Channels:
-        """Return each channel's noise relative to σ, with rounds of `steps` batches at `rate`."""
+    def ratios(self, rate: float, steps: float) -> Channels:
+        """Return each channel's noise relative to σ.
+
+        rate, steps: of a round's batches, their number in the mean of all rounds.
+        """
         balanced = self.rate / (rate * math.sqrt(max(1, steps)))
         return {name: balanced if r is None else r for name, r in self.channels.items()}
 
