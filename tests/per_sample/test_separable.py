@@ -103,6 +103,9 @@ def _in_place(_, h):
 MIXING = {
     "any": lambda _, h: torch.where((h > 0.9).any(), -h, h),
     "mean": lambda _, h: h + 1e-9 * h.mean(0),
+    "cumsum": lambda _, h: h + h.cumsum(0),
+    "softmax": lambda _, h: h + h.softmax(0),
+    "sort": lambda _, h: h + h.sort(0).values,
     "attention": _over_the_batch,
     "length": lambda _, h: h / h.shape[0],
     "branch on length": lambda _, h: h if h.shape[0] < 12 else -h,
