@@ -73,3 +73,37 @@ def test_every_page_is_in_the_navigation_of_the_site():
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert len(pages) > 20
     assert pages <= set(named), sorted(pages - set(named))
+
+
+def anchors(page):
+    """The places of a page that a link may name: its headings, as Python-Markdown names them."""
+    titles = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", title)) for title in titles]
+    return {re.sub(r"[-\s]+", "-", title.strip().lower()) for title in plain}
+
+
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+MADE = {"configuration", "algorithms", "deployment", "commands", "python"}  # docs/pages.py
+
+
+def test_links_of_pages_lead_to_files_and_headings():
+    """Without a build of the site, which test_site.py has."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    pages += (ROOT / "experiments").rglob("*.md")
+    made = {ROOT / "docs" / "reference" / f"{name}.md" for name in MADE}
+    found, wrong = 0, []
+    for page in pages:
+        text = CODE.sub("", page.read_text(encoding="utf-8"))
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            address, _, place = link.partition("#")
+            if "://" in link or address.startswith("mailto:"):
+                continue
+            found += 1
+            there = (page.parent / address).resolve() if address else page
+            if there in made:
+                continue
+            marked = place and there.suffix == ".md"
+            if not there.exists() or (marked and place not in anchors(there)):
+                wrong.append(f"{page.relative_to(ROOT)}: {link}")
+    assert found > 100
+    assert wrong == []
