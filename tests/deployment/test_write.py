@@ -404,7 +404,7 @@ def test_sites_have_the_names_that_were_chosen(tmp_path):
     assert "No purpose is stated" in done.stdout
 
 
-_UNUSABLE = ("a", "a"), ("a/b", "c"), ("ü", "u")
+_UNUSABLE = ("a", "a"), ("a/b", "c"), ("server", "c"), ("ü", "u")
 
 
 @pytest.mark.parametrize("names", _UNUSABLE)
