@@ -172,7 +172,7 @@ def test_a_batch_that_raises_is_answered_without_the_cause(word_sites, tmp_path,
         lambda _, x, y, *__: found.new_ones(len(y)),
     )
     x, y = images(site_dir)
-    store(site_dir, *with_record(x, y, 50, 0))
+    store(site_dir, x + 50, y)  # so that whatever is drawn raises
     assert everything(site_dir) == clean
 
 
