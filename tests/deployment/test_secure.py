@@ -567,10 +567,12 @@ def test_site_with_invalid_shares_is_excluded_from_next_attempt(federation, monk
     assert run.summary["status"] == "finished"
 
 
-def test_the_run_ends_when_too_few_sites_have_budget_left(federation):
-    """Two of three have spent theirs: the third's vector would stand alone."""
-    run, nodes = federation()
-    for node in nodes[1:]:
+@pytest.mark.parametrize(("least", "left"), [(1, 1), (3, 2)])
+def test_the_run_ends_when_too_few_sites_have_budget_left(federation, least, left):
+    """Two of three have spent theirs: the third's vector would stand alone. Or one, of which
+    patience.least_replies is more than the threshold."""
+    run, nodes = federation(patience={"least_replies": least})
+    for node in nodes[left:]:
         node.spend(101, 102)
     records = run()
     assert run.summary["status"] == "budget"
