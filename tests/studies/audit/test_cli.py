@@ -1,5 +1,6 @@
 """`fedpact audit` as a user meets it."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,6 +13,7 @@ from fedpact.common.errors import DataError, InputError, PlanError, PrivacyError
 from fedpact.common.format import lower, upper
 from fedpact.plan import Plan
 from fedpact.privacy import batches
+from fedpact.report.audited import AuditRow
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.studies.audit import noise
 from fedpact.studies.audit.target import Target
@@ -113,6 +115,33 @@ def test_a_wrong_claim_is_an_error_and_marked_in_the_report(run, monkeypatch):
     failed = [check["method"] for check in document["checks"] if not check["passed"]]
     assert failed == ["sensitivity"]
     assert "CONTRADICTS THE CLAIM" in (run / "report.html").read_text()
+
+
+@dataclasses.dataclass
+class Found:
+    """In place of what a method found: a test's p-value."""
+
+    p: float
+
+    @property
+    def passed(self):
+        return all(row.passed for row in self.rows("", 0.95))
+
+    def rows(self, method, confidence):
+        return [AuditRow(method, "p", self.p, 0.05, None, confidence, "of a stand-in")]
+
+
+@pytest.mark.parametrize("wrong", ["sensitivity", "one-run", "noise"])
+def test_each_method_may_contradict_the_claim(wrong, monkeypatch):
+    """Whether each finds what it should is for the tests beside this one."""
+    for place in ("sensitivity.measure_sensitivity", "one_run.one_run", "noise.check_mechanism"):
+        method = place.partition(".")[0].replace("_", "-")
+        found = Found(0.01 if method == wrong else 0.5)
+        monkeypatch.setattr(f"fedpact.studies.audit.{place}", lambda *_, found=found: found)
+    result = invoke("--json")
+    assert isinstance(result.exception, PrivacyError)
+    assert f"(method {wrong})" in str(result.exception)
+    assert not json.loads(result.stdout)["passed"]
 
 
 def test_folder_audit_uses_its_configuration_and_records(run, tmp_path):
