@@ -78,6 +78,8 @@ def top(modules):
         (("--help",), 0, "account"),
         (("tune", "fedproxvr", "--help"), 0, "--gamma"),
         (("run", "--set", "privacy.epsilom=1"), 2, "privacy.epsilom is not a known key"),
+        (("audit", "--set", "rouns=1"), 2, "rouns is not a known key"),
+        (("compare", "--set", "rouns=1"), 2, "rouns is not a known key"),
         (("settings", "privcy", "--json"), 2, "the nearest is 'privacy'"),
         (("algorithms", "fedprox"), 0, "local_steps"),
         (("init", "/dev/null/folder.toml"), 2, "/dev/null is not a folder"),
