@@ -91,12 +91,16 @@ def methods():
 
 
 def pytest_generate_tests(metafunc):
-    """`case` is every method, and `reducible` each algorithm that names a parent."""
+    """`case` is every method, `choice` each that the usual suite has not among these, and
+    `reducible` each algorithm that names a parent."""
     if "reducible" in metafunc.fixturenames:
         named = [name for name in algorithms.names() if algorithms.load(name).NEUTRAL]
         metafunc.parametrize("reducible", named)
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", methods())
+    if "choice" in metafunc.fixturenames:
+        others = [pytest.param(*one.values, id=one.id) for one in methods() if one.marks]
+        metafunc.parametrize("choice", others)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,12 @@ def test_every_check_holds(case):
         check(case, private)
 
 
+def test_every_check_holds_for_the_other_choices(choice):
+    """Of a setting: in the private form, as the rest of a method is the same."""
+    for check in OF_METHOD:
+        check(choice, not choice.facts.plain_only)
+
+
 class Silent:
     """FedAvg whose sites send their memory's size in place of anything released."""
 
