@@ -116,6 +116,24 @@ def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path
     assert names[0] == f"{unit}s"
 
 
+def test_where_records_are_protected_persons_are_split_too(make, visits, tmp_path):
+    """So that the larger of the two budgets holds of a person: the statement says it."""
+    asked = {"data": visits, "label": "sick", "person": "patient_id", "sites": 2}
+    asked |= {"privacy": {"accountant": "rdp"}, "evaluation": {"share": 0.4, "epsilon": 3.0}}
+    home = make(tmp_path / "d", **asked) / "sites" / "site-00"
+    own = own_records(SiteFiles.read(home))
+    with Site(home) as site:
+        out, whose = site._examiner.split(own).numpy(), np.array(own.whose)
+    scene = SimulationSetup.of(read_plan(home / "plan.json"))
+    held, trained = (
+        np.array(scene.dataset.person)[part["site-00"]]
+        for part in (scene.partition.held_out, scene.partition.train)
+    )
+    for some, others in ((whose[out], whose[~out]), (held, trained)):
+        assert len({*some}) < len(some)
+        assert not {*some} & {*others}
+
+
 def test_without_names_no_person_is_protected(of_persons):
     directory = of_persons / "sites" / "site-01"
     path = directory / "federation.toml"
