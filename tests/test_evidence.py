@@ -107,7 +107,6 @@ MADE_BEFORE = {
     "evidence/results/fedfdp-fashion_mnist.json",
     "evidence/results/fedfdp-mnist.json",
     "evidence/results/fedproxvr.json",
-    "fewer_bytes/results.json",
     "heart/results.json",
     "joining/choice-fashion_mnist.json",
     "joining/choice-fashion_mnist_features.json",

@@ -146,7 +146,7 @@ def test_by_default_an_opening_is_as_noisy_as_the_batches_mean(tmp_path):
         assert terms.opening_sigmas["gradient"] / opened == pytest.approx(batches, rel=1e-9)
 
 
-def test_with_a_controlled_tau_an_opening_is_as_noisy_as_a_mean_round():
+def test_openings_are_as_noisy_as_a_round_of_the_mean_tau():
     """Not as one of the controller's longest, of 100 steps: most of ε would go to the openings."""
     asked = {"algorithm": "fedproxvr", "rounds": 8, "sampling_rate": 0.5}
     plan = Plan.parse({**asked, "control": {"kind": "ali", "iterations": 72}})
