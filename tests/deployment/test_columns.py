@@ -247,6 +247,7 @@ def test_crashed_site_pays_again_within_its_reservation(begin, spare, again):
         (lambda r: {"vectors": {MEANS: r.vectors[MEANS] + 1e30}}, "far off"),
         (lambda r: {"vectors": {MEANS: r.vectors[MEANS] * math.nan}}, "not finite"),
         (lambda r: {"numbers": {**r.numbers, "columns/noise": 0.0}}, "far off"),
+        (lambda r: {"numbers": {**r.numbers, "columns/part": 0.5}}, "far off"),
         (lambda r: {"vectors": {MEANS: r.vectors[MEANS][:2]}}, "form"),
     ],
 )
