@@ -78,7 +78,7 @@ def test_a_softmax_under_cross_entropy_is_warned_of(last, told, tmp_path, caplog
     """A logarithm of probabilities is unchanged by another softmax; the probabilities are not."""
     y = (X[:, 0] > 0).astype(np.int64)
     fedpact.run(lambda: nn.Sequential(nn.Linear(4, 2), last(1)), (X, y), **SETTINGS, out=tmp_path)
-    assert ("before the softmax" in caplog.text) is told
+    assert ("without the last softmax" in caplog.text) is told
 
 
 class Net(nn.Module):

@@ -27,8 +27,8 @@ Differs   A private run clips each record's *difference* to K ‖w_t - u‖, u =
           Two clipped gradients would need noise for 2C, however small the movement.
           Without K the bound is min(L ‖w_t - u‖, C/τ), and without σ_a/σ it is q_a/(q sqrt(τ)):
           v⁰ is as noisy as the mean of τ batches' gradients, and the noise of all τ differences
-          together no larger, however far w moves. With [control] the latter τ is the mean of those
-          that are reserved.
+          together no larger, however far w moves. With [control], σ_a follows from the mean number
+          of steps that are reserved for a round.
           t' is a public draw from the round's number, the same at every site, so that a repeated
           request is the same request. Steps after t' are neither computed nor charged.
           The paper's t' may be 0, a round without movement. Without it the mean of ‖∇J_n(w_t)‖² is
@@ -82,8 +82,8 @@ class Settings(BaseSettings):
     accuracy: float | None = Field(default=None, gt=0)
     """θ, the local accuracy that ends a round early; by default none."""
     difference_bound: float | None = Field(default=None, gt=0)
-    """K, the bound on a record's change of gradient over the distance moved; by default L, and at
-    most C/τ for the change."""
+    """K, the bound on a record's change of gradient over the distance moved; by default L, with the
+    change itself bounded by C/τ."""
     opening_noise: float | None = Field(default=None, gt=0)
     """σ_a/σ; by default such that v⁰ is as noisy as the mean of τ batches' gradients."""
     opening_rate: float = Field(default=1.0, gt=0, le=1)

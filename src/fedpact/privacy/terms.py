@@ -480,8 +480,8 @@ def delta_too_large(promised: Iterable[tuple[float, float]]) -> str:
     if not delta * size >= 1:
         return ""
     return (
-        f"δ = {upper(delta)} at a site with N = {size:g} is too large: δ bounds the chance of each "
-        f"to be revealed, so about {delta * size:.2g} of them may be. Choose a δ far below "
+        f"δ = {upper(delta)} at a site with N = {size:g} is too large: δ bounds each one's chance "
+        f"of being revealed, so about {delta * size:.2g} of them may be. Choose a δ far below "
         f"1/N, such as {0.01 / size:.1g}"
     )
 

@@ -250,8 +250,8 @@ class TrainingSetup:
             return
         if self.loss is cross_entropy and _are_probabilities(outputs):
             _logger.warning(
-                "model %s returns probabilities, of which the loss, cross_entropy, takes the "
-                "softmax once more: it would learn little; return what comes before the softmax",
+                "model %s returns probabilities, but cross_entropy applies a softmax itself, so it "
+                "would learn slowly: return logits, without the last softmax",
                 self.plan.model,
             )
         if y.ndim > 2 and outputs.shape[2:] != y.shape[1:]:
