@@ -122,6 +122,14 @@ def opacus_ghost(problem: Problem, batch: int) -> Work:
     return _opacus(problem, batch, "ghost")
 
 
+class _LossPerRecord(nn.CrossEntropyLoss):
+    """Cross entropy whose unreduced losses are [B] also where a record has a label a pixel."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        losses = super().forward(input, target)
+        return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+
+
 def made_private(
     module: nn.Module, loader: DataLoader[Any], mode: str
 ) -> tuple[nn.Module, Any, Any, Any]:
@@ -129,7 +137,7 @@ def made_private(
     from opacus import PrivacyEngine
 
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
-    criterion: Any = nn.CrossEntropyLoss()
+    criterion: Any = _LossPerRecord()
     asked: dict[str, Any] = {
         "module": module,
         "optimizer": optimizer,
