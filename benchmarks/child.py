@@ -5,6 +5,8 @@ python -m benchmarks.child MODULE FUNCTION JSON-ARGUMENTS       prints the answe
 
 import importlib
 import json
+import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,5 +36,8 @@ def call(function: Callable[..., Any], *arguments: Any, timeout: float = 1800) -
 
 if __name__ == "__main__":
     module, function, arguments = sys.argv[1:]
+    # A method that needs more fails with an error, before the system kills the whole process.
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 4 // 5
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     answer = getattr(importlib.import_module(module), function)(*json.loads(arguments))
     print(_MARK + json.dumps(answer), flush=True)
