@@ -109,19 +109,14 @@ def test_a_truncated_last_line_is_reported_as_another_entry(site_dir):
 
 
 @pytest.mark.parametrize(
-    ("left", "how"), [("reply", "fresh"), ("reply", "missing"), ("opened", "emptied"),
-                      ("opened", "fresh"), ("log.txt", "missing")]
-)  # fmt: skip
+    ("left", "how"), [("reply", "fresh"), ("reply", "missing"), ("opened", "emptied")]
+)
 def test_site_that_released_does_not_open_without_its_ledger(site_dir, tmp_path, how, left):
-    """One file of those that a site leaves behind is enough to tell."""
+    """One entry of its store is enough to tell."""
     unused = Path(shutil.copytree(site_dir, tmp_path / "unused"))
-    path = site_dir / left
-    if "." in left:
-        path.write_text("08:00 fedpact: cannot open\n08:01 round 3: replied; spent\n")
-    else:
-        block = _a_reply(tmp_path, unused) if left == "reply" else b'["run", 1, 0, []]'
-        with closing(Store(site_dir)) as store:
-            store.write(left, block)
+    block = _a_reply(tmp_path, unused) if left == "reply" else b'["run", 1, 0, []]'
+    with closing(Store(site_dir)) as store:
+        store.write(left, block)
     if how == "emptied":
         (site_dir / "ledger.jsonl").write_bytes(b"")
     if how == "fresh":
@@ -140,20 +135,6 @@ def _a_reply(tmp_path, site_dir):
     with Site(other) as site:
         told(site, 1)
     return stored(other)
-
-
-def test_a_log_without_an_answer_is_not_a_release(site_dir):
-    """A first start that failed has left one."""
-    (site_dir / "log.txt").write_text("fedpact: policy policy.toml cannot be read\n")
-    Site(site_dir).close()
-
-
-def test_a_site_with_a_reservation_reads_no_log(site_dir):
-    """Of a year it is long, and the ledger has the same."""
-    with Site(site_dir) as site:
-        told(site, 1)
-    (site_dir / "log.txt").mkdir()
-    Site(site_dir).close()
 
 
 def test_a_snapshot_of_the_whole_site_refuses_before_it_charges(site_dir, tmp_path):

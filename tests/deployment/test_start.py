@@ -9,7 +9,7 @@ from tests.deployment.test_columns import RELEASED, table
 from fedpact.common.messages import READY, Reply, Task, from_bytes, to_bytes
 from fedpact.common.run_folder import WAITS
 from fedpact.deployment.flower.transport import TooFewReplies
-from fedpact.deployment.site import answer, check_left_behind
+from fedpact.deployment.site import answer
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -92,7 +92,6 @@ def test_a_resumed_run_waits_for_no_site(federate):
 
 
 def test_a_site_says_that_it_is_ready_at_no_cost(federate):
-    """And leaves no line that counts as a release, should its ledger be lost."""
     run = federate(None, rounds=1)
     site = run.nodes[0].site
     before = ledgers(run)
@@ -102,8 +101,6 @@ def test_a_site_says_that_it_is_ready_at_no_cost(federate):
     assert (said.vectors, said.numbers, said.ledger_length) == ({}, {}, site.ledger.length)
     assert told.startswith("round 0: is ready")
     assert ledgers(run) == before
-    (run.nodes[0].directory / "log.txt").write_text(told + "\n")
-    check_left_behind(run.nodes[0].directory, site.ledger.path.with_name("lost"))
 
 
 def test_a_restarted_site_is_ready_again(federate):

@@ -20,7 +20,6 @@ reply. A site that cannot store the reply to a charged task stops.
 """
 
 import logging
-import re
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -81,7 +80,6 @@ from fedpact.privacy.terms import check_grid
 from fedpact.simulation.machine import device_of
 from fedpact.simulation.workshop import Worker
 
-_ANSWERED = re.compile(rb"round \d+: (replied|answered)")
 # The algorithm's memory is written in one transaction with a reply.
 _LEFT_BEHIND = ("reply", "evaluation", "opened")
 
@@ -97,20 +95,14 @@ def check_left_behind(directory: Path, ledger: Path) -> None:
 
     A site reserves before it answers its first task, so no reply can be older than the ledger.
     """
-    # A ledger with a reservation settles it; the log may be a year's.
-    if reserved_runs(ledger):
-        return
-    log = directory / "log.txt"
-    kept = [name for name in _LEFT_BEHIND if read_store(directory, name) is not None]
-    found = [f"{name!r} in {STORE_FILE}" for name in kept]
-    if log.exists() and _ANSWERED.search(log.read_bytes()):
-        found.append(log.name)
+    found = [name for name in _LEFT_BEHIND if read_store(directory, name) is not None]
     # The ledger last: a site that is open meanwhile reserves before it answers.
     if found and not reserved_runs(ledger):
         raise LedgerError(
-            f"ledger {ledger} is missing or has no reservation, but {', '.join(found)} in "
-            f"{directory} show that this site has released before: restore the ledger as it was "
-            "after the last release; without it, treat the records' budget as spent"
+            f"ledger {ledger} is missing or has no reservation, but {found} "
+            f"in {directory / STORE_FILE} show that this site has released before: restore the "
+            "ledger as it was after the last release; without it, treat the records' budget as "
+            "spent"
         )
 
 
@@ -510,7 +502,6 @@ def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[b
         elif isinstance(question, Step):
             done = f"answered {question.step!r}"
         else:
-            # "replied" in the log means that something was released (check_left_behind).
             other = {READY: "is ready", FINAL: "has the final model"}
             other[EVALUATION] = "replied on held-out records"
             done = other.get(question.algorithm, "replied")
