@@ -76,14 +76,10 @@ def waited(clock, nodes, run):
     return {r: end - start for (r, start), end in zip(began.items(), ends, strict=True)}
 
 
-def test_hanging_site_delays_one_round_only(federation, clock, monkeypatch, caplog):
-    monkeypatch.setattr(transport, "_SILENT_SECONDS", 0.3)
-    caplog.set_level("INFO", "fedpact")
+def test_hanging_site_delays_one_round_only(federation, clock):
     run, nodes = federation
     nodes[0].hangs = True
     seconds = waited(clock, nodes, run)
-    assert caplog.text.count("no answer yet from") == 1
-    assert "round 1: no answer yet from site-00" in caplog.text
     assert seconds[1] == pytest.approx(0.6, abs=0.11)
     assert seconds[2] == seconds[3] == 0
     assert [record.refused for record in run.records[1:]] == [{"site-00": "absent"}] * 3

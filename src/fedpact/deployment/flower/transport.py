@@ -9,7 +9,6 @@ ones, appear in the round's record as refusals, and the round continues with the
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -38,7 +37,7 @@ from fedpact.deployment.admission import REFUSALS, Admission
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.internals import PromptGrid
-from fedpact.deployment.flower.requests import Clock, PendingRequests, Slow, advice, summarise_round
+from fedpact.deployment.flower.requests import Clock, PendingRequests, Slow, advice
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.secure_aggregation.encoding import Form
 from fedpact.simulation.secure_aggregation.messages import reply_in
@@ -48,7 +47,6 @@ _log = logging.getLogger("fedpact.server")
 _POLL_SECONDS = 0.1
 _NODES_SECONDS = 1.0
 _READY_SECONDS = 5.0
-_SILENT_SECONDS = 10.0
 
 OnWait = Callable[[int, Mapping[str, Mapping[str, Any]]], None]
 
@@ -128,7 +126,7 @@ class FlowerTransport:
             raise TooFewReplies(
                 f"round {any_task.round} got {len(replies)} replies of at least "
                 f"{least} (patience.least_replies), after {patience.retries + 1} "
-                f"times {patience.round_seconds:g} s: {summarise_round(this)}. {advice(this)}"
+                f"times {patience.round_seconds:g} s: {this.outcome}. {advice(this)}"
             )
         waited = self._waiting.seconds - before
         own = time.perf_counter() - began - waited
@@ -225,7 +223,7 @@ class FlowerTransport:
         """Ask sites and collect answers until all are settled, none is awaited, or time is up."""
         patience = self._federation.patience
         told = time.monotonic()
-        end, silent = told + patience.round_seconds, told + _SILENT_SECONDS
+        end = told + patience.round_seconds
         while this.open and time.monotonic() < end:
             present = self._present(this)
             # In each iteration: a site may have connected, or been silent long enough.
@@ -239,10 +237,6 @@ class FlowerTransport:
             if arrived or time.monotonic() - told >= _NODES_SECONDS:
                 self._on_wait(next(iter(this.tasks.values())).round, this.waits())
                 told = time.monotonic()
-            if time.monotonic() >= silent:
-                silent, names = math.inf, ", ".join(sorted(this.open))
-                number = next(iter(this.tasks.values())).round
-                _log.info("round %d: no answer yet from %s", number, names)
             waited_for = any(
                 site in present and self._slow.is_waited_for(site, this.tasks[site].round)
                 for site in this.open
