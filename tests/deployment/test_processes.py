@@ -120,7 +120,6 @@ def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     """Before it touches anything of the first one's: its run, its database, its port."""
     server = deployment / "server"
     monkeypatch.setattr(program, "superlink", None)
-    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.01)
     before = sorted(server.rglob("*"))
     with (
         only_one(server / "lock", "the first"),
@@ -128,22 +127,6 @@ def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     ):
         processes.run_server(server, lambda record: None)
     assert sorted(server.rglob("*")) == sorted([*before, server / "lock"])
-
-
-def test_a_party_starts_while_somebody_tests_its_lock(tmp_path, monkeypatch):
-    """At the moment when it takes the lock itself; else a supervisor would leave it stopped."""
-    tries = []
-
-    def tested(*about):
-        tries.append(about)
-        if len(tries) == 1:
-            raise InputError("in use already")
-        return only_one(*about)
-
-    monkeypatch.setattr(processes, "only_one", tested)
-    with processes._hold(tmp_path):
-        assert is_held(tmp_path)
-    assert not is_held(tmp_path)
 
 
 def test_a_full_disk_is_named_by_the_party_that_is_on_it(tmp_path):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -31,8 +31,6 @@ OnRound = Callable[[RoundRecord], None]
 _LOST_SECONDS = 3.0  # less than the 5 after which Flower would end the process with its own code
 _PAUSE_SECONDS = 2.0
 _KNOCK_SECONDS = 1.0
-_PORT_SECONDS = 10.0
-_LOOK_SECONDS = 1.0
 _IN_MEMORY, _SMALL_BYTES = ":flwr-in-memory:", 2**25
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 TESTED: Final = {"torch": ("2.13", "2.14"), "flwr": ("1.41", "1.42")}
@@ -51,7 +49,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
 
     program.share_memory_pools()
     program.release_code()
-    with _file_errors(directory), _end_by_signals(), _hold(directory), in_a_child():
+    with _file_errors(directory), _end_by_signals(), _only_process(directory), in_a_child():
         with in_a_child():  # its child ends before this process grows
             coordinator = Coordinator.of(directory)
             coordinator.price()
@@ -100,7 +98,7 @@ def run_site(directory: Path) -> None:
     from fedpact.deployment.flower import site_process
 
     program.release_code()
-    with _file_errors(directory), _hold(directory), in_a_child(), Site(directory) as site:
+    with _file_errors(directory), _only_process(directory), in_a_child(), Site(directory) as site:
         program.release_code()
         keys.check_site_keys(directory, site.federation, site.name)
         keys.write_site_connection(_home(directory).parent)
@@ -123,23 +121,8 @@ def run_site(directory: Path) -> None:
                 time.sleep(_PAUSE_SECONDS)
 
 
-@contextmanager
-def _hold(directory: Path) -> Generator[None]:
-    """Hold a party's directory for its process. Raises InputError: another one does."""
-    end = time.monotonic() + _LOOK_SECONDS
-    while True:
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(only_one(directory / LOCK, f"{directory} is in use already"))
-                held = stack.pop_all()
-            break
-        except InputError:
-            # A process that tests the lock holds it for an instant.
-            if time.monotonic() > end:
-                raise
-        time.sleep(_LOOK_SECONDS / 10)
-    with held:
-        yield
+def _only_process(directory: Path) -> AbstractContextManager[None]:
+    return only_one(directory / LOCK, f"{directory} is in use already")
 
 
 def describe_untested() -> list[str]:
