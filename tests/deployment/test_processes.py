@@ -4,7 +4,6 @@ import errno
 import ssl
 import subprocess
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -138,30 +137,13 @@ def test_a_full_disk_is_named_by_the_party_that_is_on_it(tmp_path):
         full.write(b"a round")
 
 
-def test_a_used_port_error_names_the_setting(monkeypatch):
-    monkeypatch.setattr(processes, "_PORT_SECONDS", 0.0)
+def test_a_used_port_error_names_the_setting():
     with processes.socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=rf"port {port} .* change address in federation\.toml"):
-            processes._wait_for_port("127.0.0.1", port, "address in federation.toml")
-    # Now with some patience, as another program may be given that port for a moment.
-    monkeypatch.undo()
-    processes._wait_for_port("127.0.0.1", port, "address in federation.toml")
-
-
-def test_a_port_that_needs_a_right_is_not_called_used(monkeypatch):
-    """Nobody has to wait for it, or to look for another program."""
-
-    def bind(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    probe = SimpleNamespace(setsockopt=lambda *_: None, bind=bind)
-    monkeypatch.setattr(processes.socket, "socket", lambda: nullcontext(probe))
-    monkeypatch.setattr(processes.time, "sleep", lambda _: pytest.fail("it waits"))
-    with pytest.raises(InputError, match="port 443 of this machine may not be used by this accou"):
-        processes._wait_for_port("0.0.0.0", 443, "address in federation.toml")
+            processes._check_port("127.0.0.1", port)
 
 
 def test_parties_use_no_proxy_of_the_environment(monkeypatch, caplog):

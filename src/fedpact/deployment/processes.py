@@ -70,7 +70,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
             *("--superexec-auth-secret-file", str(directory / "runtime.secret")),
             "--disable-runtime-dependency-installation",
         ]
-        _wait_for_port(own, int(port), "address in federation.toml, at every party")
+        _check_port(own, int(port))
         # Its content can be recreated: nodes are registered and a Flower run begins at every
         # start. The database of a SuperLink that was killed may be incomplete.
         for left in _home(directory).glob("superlink.db*"):
@@ -225,42 +225,19 @@ def _end_by_signals() -> Generator[None]:
             signal.signal(number, handler)
 
 
-class _Teller:
-    """Writes to the party's log, without repeating the same line."""
-
-    _last = ""
-
-    def __call__(self, told: str) -> None:
-        if told != self._last:
-            _log.warning("%s", told)
-        self._last = told
-
-
-def _wait_for_port(host: str, port: int, setting: str) -> None:
-    """Wait until the port is free, as a process that was just killed may still hold it.
-
-    Raises InputError: another program uses it, or this account may not. setting: where the port
-    is configured.
-    """
-    end = time.monotonic() + _PORT_SECONDS
-    while True:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                return probe.bind((host, port))
-            except PermissionError as error:
-                raise InputError(
-                    f"port {port} of this machine may not be used by this account "
-                    f"({error.strerror}): take one above 1023 for {setting}, or give the process "
-                    "the capability CAP_NET_BIND_SERVICE"
-                ) from None
-            except OSError as error:
-                if time.monotonic() > end:
-                    raise InputError(
-                        f"port {port} of this machine is not available ({error.strerror}): "
-                        f"another program may be listening there; end it, or change {setting}"
-                    ) from None
-        time.sleep(_KNOCK_SECONDS)
+def _check_port(host: str, port: int) -> None:
+    """Raise InputError: another program listens at this port, or this account may not."""
+    with socket.socket() as probe:
+        # Connections of an earlier server that have not timed out do not matter.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InputError(
+                f"port {port} of this machine is not available ({error.strerror}): end the program "
+                "that listens there, or change address in federation.toml at every party; a port "
+                "below 1024 needs the capability CAP_NET_BIND_SERVICE"
+            ) from None
 
 
 def _reason(directory: Path) -> str:
