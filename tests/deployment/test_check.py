@@ -1,9 +1,7 @@
 """Before a site opens: its owner sees each mistake, and nobody else sees anything."""
 
-import errno
 import json
 import logging
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -146,30 +144,6 @@ def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
     spoiled(table, 5)
     with Site(home) as site:
         site.take_part()
-
-
-def test_a_store_of_another_account_is_a_problem(sites, tmp_path, monkeypatch):
-    _, (home,) = sites(write_rows(tmp_path / "own.csv", rows()))
-    with Site(home) as site:
-        site.take_part()
-
-    def forbidden(directory):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr("fedpact.deployment.store.Store", forbidden)
-    (told,) = check_site(home).problems
-    assert "site.db cannot be read (Permission denied)" in told
-
-
-def test_a_site_needs_a_folder_it_may_write_to(sites, tmp_path, monkeypatch):
-    _, (home,) = sites(write_rows(tmp_path / "own.csv", rows()))
-    assert check_site(home).problems == []
-    monkeypatch.setattr(os, "access", lambda place, mode: place != home)  # root may write anywhere
-    assert [f"{home} is not writable" in one for one in check_site(home).problems] == [True]
-    (home / "ledger.jsonl").touch()  # as of another account, which has started the site before
-    monkeypatch.setattr(os, "access", lambda place, mode: place != home / "ledger.jsonl")
-    (told,) = check_site(home).problems
-    assert f"{home / 'ledger.jsonl'} is not writable" in told
 
 
 def test_a_reservation_is_kept_for_any_records(sites, tmp_path):

@@ -4,7 +4,6 @@ It reads the site's own files and reserves, charges and sends nothing. Its figur
 unprotected, for the owner alone.
 """
 
-import os
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -108,12 +107,6 @@ def check_site(directory: Path) -> SiteCheck:
     )
     with _note(found):
         terms = files.terms
-        found.problems += [
-            f"{place} is not writable by this account, and a site keeps its ledger and progress "
-            "there: start it by an account that may write, or change its owner or rights"
-            for place in dict.fromkeys((directory, files.ledger.parent, files.ledger))
-            if place.exists() and not os.access(place, os.W_OK | os.X_OK * place.is_dir())
-        ]
         with _note(found):
             check_site_keys(directory, federation, settings.name)
         with _note(found):
