@@ -609,7 +609,7 @@ def test_disk_failure_wastes_at_most_one_rounds_charge(make, tmp_path, monkeypat
 
 def test_room_and_a_readable_store_last_while_a_site_computes(make, tmp_path, monkeypatch):
     home = make(tmp_path / "d", algorithm="scaffold", rounds=5, settings={}) / "sites" / "site-00"
-    found, write = [], store.RunMemory.write
+    found, write = [], store.StoreSlot.write
 
     def look(oracle, *about):
         found.append((home / "site.db.room").exists())
@@ -620,7 +620,7 @@ def test_room_and_a_readable_store_last_while_a_site_computes(make, tmp_path, mo
         """As of a long model: more than SQLite keeps in memory until a commit."""
         write(memory, *content, bytes(2**22))
 
-    monkeypatch.setattr(store.RunMemory, "write", write_long)
+    monkeypatch.setattr(store.StoreSlot, "write", write_long)
     monkeypatch.setattr(store, "_WAIT_SECONDS", 0.01)
     with Site(home) as site:
         rounds(site, 1, [])

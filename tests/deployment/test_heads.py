@@ -7,7 +7,7 @@ from fedpact.client import read_memory
 from fedpact.common.messages import from_bytes
 from fedpact.common.params import FlatModel
 from fedpact.deployment.federation import Federation, read_plan
-from fedpact.deployment.store import RunMemory
+from fedpact.deployment.store import StoreSlot
 from fedpact.report.evaluations import why_none
 from fedpact.report.run_summary import read_run
 
@@ -28,7 +28,7 @@ def test_a_head_is_at_its_site_and_nowhere_else(federate):
         assert len(replies) == 3
         for reply in replies:
             assert torch.equal(reply.vectors["w"][-HEAD:], began)
-        memory = read_memory(RunMemory(node.site._store, node.site.run), 3)
+        memory = read_memory(StoreSlot.of_memory(node.site._store, node.site.run), 3)
         heads.append(memory.vectors["heads/own"])
         # No two of its numbers are anywhere in what sites have said or heard. Draws are secure: by
         # chance eight bytes are there less than once in 10^12 runs of this test.

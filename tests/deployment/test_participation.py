@@ -13,8 +13,7 @@ from fedpact.common.errors import PlanError
 from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes
 from fedpact.deployment.final_model import FinalModel
 from fedpact.deployment.site import Site
-from fedpact.deployment.store import RunMemory
-from fedpact.plan import Plan
+from fedpact.deployment.store import StoreSlot
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.simulation.simulate import simulate
@@ -135,7 +134,9 @@ def test_a_sites_final_model_has_the_head_of_its_last_round(federate):
     run()
     for node in run.nodes:
         last = own(node.site.plan, node.directory.name)[-1]
-        kept = read_memory(RunMemory(node.site._store, node.site.run), last).vectors["heads/own"]
+        kept = read_memory(StoreSlot.of_memory(node.site._store, node.site.run), last).vectors[
+            "heads/own"
+        ]
         path = node.directory / "run" / "model.safetensors"
         assert torch.equal(load_file(path)["1.bias"], kept)
         # Of a site that was away at the end, and whose owner brings the model, it is the same.

@@ -28,7 +28,7 @@ from fedpact.deployment.site_records import (
     own_records,
     read_receipt,
 )
-from fedpact.deployment.store import read_paid
+from fedpact.deployment.store import LastReply, existing_store
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.hash_chain import Chained, read_entries
@@ -138,7 +138,9 @@ def _check_past(files: SiteFiles) -> None:
     """
     directory, ledger, test = files.directory, files.ledger, files.federation.seeds == "test"
     check_left_behind(directory, ledger)
-    replies = [read_paid(directory, name) for name in ("reply", "evaluation")]
+    with existing_store(directory) as store:
+        names = ("reply", "evaluation") if store else ()
+        replies = [LastReply(store, name).ledger for name in names] or [(0, "")]
     guard = RollbackGuard(ledger)
     entries = read_entries(ledger) if ledger.exists() else []
     for reply in replies:

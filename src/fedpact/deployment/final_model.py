@@ -30,7 +30,7 @@ from fedpact.common.messages import Task
 from fedpact.common.params import FlatModel, state_of
 from fedpact.common.run_folder import COLUMNS, RUN, Folder, name_columns, read_scales
 from fedpact.deployment.site_records import SiteFiles, read_receipt
-from fedpact.deployment.store import RunMemory, Store
+from fedpact.deployment.store import Store, StoreSlot
 from fedpact.plan import Plan
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.reservations import spend_of
@@ -88,7 +88,7 @@ class FinalModel:
 
         included: the last round whose reply from this site entered the server's state.
         """
-        memory = read_memory(RunMemory(self.store, self.files.federation.run), included)
+        memory = read_memory(StoreSlot.of_memory(self.store, self.files.federation.run), included)
         own = self.files.plan.method.own_model(w, memory)
         return w if own is None else own
 

@@ -65,8 +65,8 @@ from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.deployment.store import (
     STORE_FILE,
     LastReply,
-    RunMemory,
     Store,
+    StoreSlot,
     read_store,
     room,
 )
@@ -265,7 +265,7 @@ class Site:
                 self.plan.method,
                 self._oracle,
                 self.ledger,
-                RunMemory(self._store, self.run),
+                StoreSlot.of_memory(self._store, self.run),
                 device=self._device,
                 examine=partial(self._examiner.examine, self.ledger),
             )
@@ -374,7 +374,7 @@ class Site:
             # Two sums of one attempt would differ only by this site's shares.
             return self._refusal(task, "attempt")
         self.take_part()
-        before, files = self.ledger.length, (self._store, self._witness.path, self.ledger.path)
+        before, files = self.ledger.length, (self._store.path, self._witness.path, self.ledger.path)
         try:
             with room(task, *files):
                 return self._charge(task)

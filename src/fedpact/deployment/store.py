@@ -1,7 +1,7 @@
 """A site's state between rounds: site.db, an SQLite file that changes by transactions.
 
     reply, evaluation           the last replies with their tasks, to be repeated if asked again
-    RUN/memory                  the algorithm's memory for a run (RunMemory, client.Client)
+    RUN/memory                  the algorithm's memory for a run (client.Client)
     opened                      the sites of the last sum that this site helped to open, with secure
                                 aggregation; created at the first opening, then required
     progress, figures           counts of answers, and exact sums after each round, for the owner
@@ -104,14 +104,6 @@ class Store:
                 self._db.execute("ROLLBACK")
             raise
 
-    def make_room(self, length: int) -> None:
-        """Reserve space on the disk until the next `write` or `free_room`."""
-        make_room(length, self.path)
-
-    def free_room(self) -> None:
-        """Release the space reserved by `make_room`."""
-        free_room(self.path)
-
     @contextmanager
     def _errors(self) -> Generator[None]:
         try:
@@ -124,10 +116,15 @@ class Store:
 
 @dataclass(frozen=True)
 class StoreSlot:
-    """A single entry of a store."""
+    """A single entry of a store; see client.MemoryStore."""
 
     store: Store
     name: str
+
+    @staticmethod
+    def of_memory(store: Store, run: str) -> "StoreSlot":
+        """Return that of the algorithm's memory for a run, which no other run may use."""
+        return StoreSlot(store, f"{run}/memory")
 
     @property
     def path(self) -> Path:
@@ -138,53 +135,30 @@ class StoreSlot:
         """Return the content; None if there is none."""
         return self.store.read(self.name)
 
-    def write(self, content: bytes) -> None:
-        """Replace the content, using the space reserved for it."""
+    def write(self, *content: bytes | memoryview) -> None:
+        """Replace the content by these parts, using the space reserved for it."""
         with self.store.transaction():
             self.store.remove(f"room for {self.name}")
-            self.store.write(self.name, content)
+            self.store.write(self.name, *content)
 
     def make_room(self, length: int) -> None:
         """Reserve space in the file until the next `write`. Raises OSError."""
         self.store.write(f"room for {self.name}", bytes(length))
 
 
-@dataclass(frozen=True)
-class RunMemory:
-    """The algorithm's memory at this site for one run (client.MemoryStore).
-
-    A directory may take part in several runs, and a control variate or local model of one must not
-    be used by the next.
-    """
-
-    store: Store
-    run: str
-
-    @property
-    def path(self) -> Path:
-        """The store's file."""
-        return self.store.path
-
-    def read(self) -> bytes | None:
-        """Return this run's content; None if there is none."""
-        return self.store.read(f"{self.run}/memory")
-
-    def write(self, *content: bytes | memoryview) -> None:
-        """Store these parts, joined."""
-        self.store.write(f"{self.run}/memory", *content)
-
-
-def read_store(directory: Path, name: str) -> bytes | None:
-    """Return a site's stored content, even while it runs; None if there is none.
+@contextmanager
+def existing_store(directory: Path) -> Generator[Store | None]:
+    """Open a site's store for another process of its owner; None if there is none.
 
     Raises DataError: damaged, or not readable by this account or now.
     """
     path = directory / STORE_FILE
     if not path.exists():
-        return None
+        yield None
+        return
     try:
         with closing(Store(directory)) as store:
-            return store.read(name)
+            yield store
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}): use the account that the site runs as, or "
@@ -192,13 +166,10 @@ def read_store(directory: Path, name: str) -> bytes | None:
         ) from None
 
 
-def read_paid(directory: Path, name: str) -> tuple[int, str]:
-    """Return length and head of the ledger that a site's stored reply names, as `LastReply` does.
-
-    name: in the store. Raises DataError, as `read_store` does.
-    """
-    kept = read_store(directory, name)
-    return (0, "") if kept is None else _parse_reply(directory / STORE_FILE, kept)[2]
+def read_store(directory: Path, name: str) -> bytes | None:
+    """Return a site's stored content, even while it runs; None if there is none."""
+    with existing_store(directory) as store:
+        return store and store.read(name)
 
 
 _Question = tuple[str, int, int, str]
@@ -222,8 +193,16 @@ class LastReply:
         self._block = b""
         self.ledger = 0, ""
         kept = store.read(name)
-        if kept is not None:
-            self._key, self._block, self.ledger = _parse_reply(store.path, kept)
+        if kept is None:
+            return
+        with parse_errors(store.path, "restore it from a backup made after the last release"):
+            head, _, self._block = kept.partition(b"\n")
+            run, number, attempt, digest = json.loads(head.decode("ascii"))
+            reply = from_bytes(self._block)
+            self._key = str(run), int(number), int(attempt), str(digest)
+            if [run, number, attempt, digest] != [*self._key] or not isinstance(reply, Reply):
+                raise ValueError(f"a {type(reply).__name__} to {self._key}")
+            self.ledger = reply.ledger_length, reply.ledger_head
 
     def answer_to(self, task: Task) -> bytes | None:
         """Return the stored reply, if it answers this task."""
@@ -244,43 +223,28 @@ class LastReply:
 
 
 @contextmanager
-def room(task: Task, store: Store, *paths: Path) -> Generator[None]:
-    """Reserve disk space for everything that a task's answer writes to a store and these files.
+def room(task: Task, store: Path, witness: Path, ledger: Path) -> Generator[None]:
+    """Reserve disk space for everything that a task's answer writes to these files.
 
-    The last path is the ledger's; space for its next lines is only tested. Raises FedpactError: not
-    enough space.
+    Space for the ledger's next lines is only tested. Raises FedpactError: not enough space.
     """
-    *replaced, ledger = paths
-    probe = ledger.with_name(ledger.name + ".room")
     # The reply, the method's memory of two rounds, and SQLite's journal of both.
     length = 6 * _TIMES * task.wire_bytes + _SPARE
     try:
-        store.make_room(length)
-        make_room(_SPARE, *replaced, probe)
+        make_room(length, store)
+        make_room(_SPARE, witness, ledger)
     except OSError as error:
-        store.free_room()
+        free_room(store)
         raise FedpactError(
-            f"round {task.round} needs {length} bytes on the disk of {store.path}, and {_SPARE} on "
+            f"round {task.round} needs {length} bytes on the disk of {store}, and {_SPARE} on "
             f"that of {ledger} ({error.strerror}): nothing is charged; free this space, and the "
             "site takes part again"
         ) from error
-    free_room(probe)
+    free_room(ledger)
     try:
         yield
     finally:
-        store.free_room()
-        free_room(*replaced)
-
-
-def _parse_reply(path: Path, kept: bytes) -> tuple[_Question, bytes, tuple[int, str]]:
-    with parse_errors(path, "restore it from a backup made after the last release"):
-        head, _, block = kept.partition(b"\n")
-        run, number, attempt, digest = json.loads(head.decode("ascii"))
-        reply = from_bytes(block)
-        key = str(run), int(number), int(attempt), str(digest)
-        if [run, number, attempt, digest] != [*key] or not isinstance(reply, Reply):
-            raise ValueError(f"a {type(reply).__name__} to {key}")
-    return key, block, (reply.ledger_length, reply.ledger_head)
+        free_room(store, witness)
 
 
 def _key(task: Task) -> _Question:
