@@ -48,7 +48,7 @@ class Server:
         self.http.daemon_threads = True
         federation = Federation.read(server_dir / "federation.toml")
         (server_dir / "flower").mkdir()
-        keys.write_server_connections(server_dir, federation)
+        keys.write_anchors(server_dir, federation)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(server_dir / "tls.crt", server_dir / "tls.key")
         # As uvicorn does with the options that a SuperLink is given.
@@ -97,7 +97,7 @@ def enter(server, site_dir):
         name="site-00", federation=federation, stopped="", ending=None, longest_question=0
     )
     (site_dir / "flower").mkdir()
-    keys.write_site_connection(site_dir)
+    keys.write_client_certificate(site_dir, "site.key")
     return lambda: site_process.work(site, site_dir, lambda _: None)
 
 
@@ -142,7 +142,7 @@ def test_a_key_outside_the_federation_is_rejected(enter, server, site_dir):
     """TLS itself ends it: no request of a stranger's is read."""
     keys.write_signing_key(site_dir / "strangers.key")
     shutil.move(site_dir / "strangers.key", site_dir / "site.key")
-    keys.write_site_connection(site_dir)
+    keys.write_client_certificate(site_dir, "site.key")
     with pytest.raises(NotLetIn, match=r"hangs up on this site's key .*sha256sum federation\.toml"):
         enter()
     assert server.left == []

@@ -315,7 +315,11 @@ def write_extension(server: Path, rounds: int, epsilon: float | None, out: Path)
     and that model; keys, records and ledgers do not change. epsilon: the new run's, by default the
     plan's. Raises InputError if something does not match.
     """
-    keys.check_is_server(server)
+    if not (server / "server.key").exists():
+        raise PlanError(
+            f"{server} has no server.key: name the server's directory that `fedpact deploy init` "
+            "wrote"
+        )
     _check_new(out)
     shared, plan = Federation.read(server / "federation.toml"), read_plan(server / "plan.json")
     folder = Folder(server / RUN)

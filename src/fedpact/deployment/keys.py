@@ -8,7 +8,6 @@ based on the keys in federation.toml.
 import datetime
 import hashlib
 import ipaddress
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from fedpact.simulation.secure_aggregation.keys import public_key, read_private_
 
 _CURVE = ec.SECP384R1()
 _DAYS = datetime.timedelta(days=825)
-_ADVICE = "name the directories `authority` and `server` as `fedpact deploy init` wrote them"
+_AGAIN = "take the file that `fedpact deploy init` wrote there"
 _ALWAYS = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 _PEM, _BARE = serialization.Encoding.PEM, serialization.NoEncryption()
 
@@ -72,15 +71,6 @@ def write_authority(directory: Path) -> None:
     (directory / "ca.crt").write_bytes(certificate.public_bytes(_PEM))
 
 
-def check_is_server(directory: Path) -> None:
-    """Raise PlanError: a directory is not the server's."""
-    if not (directory / "server.key").exists():
-        raise PlanError(
-            f"{directory} has no server.key: name the server's directory that `fedpact deploy "
-            "init` wrote"
-        )
-
-
 def renew(authority: Path, server: Path, host: str) -> None:
     """Renew the server's key and certificate. authority, server: their directories.
 
@@ -88,8 +78,8 @@ def renew(authority: Path, server: Path, host: str) -> None:
     Raises PlanError: the authority is missing or not this server's; or the directory is a site's.
     """
     if (server / "site.toml").exists():
-        raise PlanError(f"{server} is a site's directory: {_ADVICE}")
-    if _authority_at(server).public_key() != _signer(authority).public_key():
+        raise PlanError(f"{server} is a site's directory: name the server's")
+    if _read_certificate(server / "ca.crt").public_key() != _signer(authority).public_key():
         raise PlanError(
             f"{authority} is the authority of another federation than {server / 'ca.crt'}: name "
             "the directory that `fedpact deploy init` wrote together with this server's"
@@ -99,23 +89,12 @@ def renew(authority: Path, server: Path, host: str) -> None:
 
 def _signer(authority: Path) -> ec.EllipticCurvePrivateKey:
     path = authority / "ca.key"
-    with parse_errors(path, _ADVICE):
-        found = serialization.load_pem_private_key(_there(path), None)
+    content = _read(path)
+    with parse_errors(path, _AGAIN):
+        found = serialization.load_pem_private_key(content, None)
         if not isinstance(found, ec.EllipticCurvePrivateKey):
             raise TypeError(f"ca.key is a {type(found).__name__}: expected an ECDSA key")
     return found
-
-
-def _authority_at(directory: Path) -> x509.Certificate:
-    path = directory / "ca.crt"
-    with parse_errors(path, _ADVICE):
-        return x509.load_pem_x509_certificate(_there(path))
-
-
-def _there(path: Path) -> bytes:
-    if not path.exists():
-        raise PlanError(f"{path} does not exist: {_ADVICE}")
-    return path.read_bytes()
 
 
 def write_server_certificate(authority: Path, directory: Path, host: str) -> None:
@@ -123,8 +102,7 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
 
     It also covers localhost, where the server's processes talk to each other.
     """
-    signer = _signer(authority)
-    issuer = _authority_at(authority)
+    signer, issuer = _signer(authority), _read_certificate(authority / "ca.crt")
     key = ec.generate_private_key(_CURVE)
     others = {_alternative(each) for each in (host, "localhost", "127.0.0.1")}
     signed_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
@@ -141,27 +119,30 @@ def write_server_certificate(authority: Path, directory: Path, host: str) -> Non
     (directory / "tls.crt").write_bytes(certificate.public_bytes(_PEM))
 
 
-def write_client_certificate(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    """Write a certificate with a new key, signed by a party's key.
+def write_client_certificate(directory: Path, key: str) -> None:
+    """Write a party's certificate for its connections, with a new key, signed by its `key` file.
 
     It proves only possession of the party's key, so it does not expire.
     """
-    own = ec.generate_private_key(ec.SECP256R1())
-    issuer = _name_by_key(key.public_key())
+    party, own = read_private_key(directory / key), ec.generate_private_key(ec.SECP256R1())
+    issuer = _name_by_key(party.public_key())
     found = _certificate(_name("fedpact"), issuer, own.public_key(), _ALWAYS, ca=False)
-    write_whole(path, found.sign(key, hashes.SHA256()).public_bytes(_PEM), _private(own))
+    signed = found.sign(party, hashes.SHA256()).public_bytes(_PEM)
+    write_whole(directory / program.CLIENT, signed, _private(own))
 
 
-def render_anchors(parties: Iterable[ec.EllipticCurvePublicKey]) -> bytes:
-    """Return the trust anchors (PEM) with which TLS accepts only owners of these keys.
+def write_anchors(directory: Path, federation: Federation) -> None:
+    """Write the trust anchors with which a server's TLS accepts only the parties' keys.
 
     Each key is in a certificate that names it as its own issuer. The signature of a trust anchor is
     not verified (RFC 5280, 6.1), so a throwaway key signs them.
     """
     throwaway = ec.generate_private_key(ec.SECP256R1())
-    names = ((_name_by_key(key), key) for key in parties)
+    parties = [federation.server_key, *(member.key for member in federation.sites.values())]
+    names = ((_name_by_key(key), key) for key in map(public_key, parties))
     found = (_certificate(name, name, key, _ALWAYS, ca=True) for name, key in names)
-    return b"".join(one.sign(throwaway, hashes.SHA256()).public_bytes(_PEM) for one in found)
+    signed = (one.sign(throwaway, hashes.SHA256()).public_bytes(_PEM) for one in found)
+    write_whole(directory / program.ANCHORS, *signed)
 
 
 def _name_by_key(key: ec.EllipticCurvePublicKey) -> x509.Name:
@@ -206,49 +187,30 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-_AGAIN = "take the file that `fedpact deploy init` wrote for this party"
-
-
 def check_site_keys(directory: Path, federation: Federation, name: str) -> None:
     """Raise InputError unless a site's key and certificate match the federation's."""
-    _check_public(federation)
-    key, line = directory / "site.key", federation.sites[name].key
-    if read_private_key(key).public_key() != public_key(line):
-        raise PlanError(
-            f"{key} is not the key that federation.toml names for {name!r} ({_short(line)}): no "
-            "server would let this site in. Put the site's own key back, or put the public line "
-            "of this one (site.pub) into federation.toml at every party and start the server again"
-        )
+    line = federation.sites[name].key
+    _check_keys(federation, directory / "site.key", line, f"sites.{name}.key")
     _read_certificate(directory / "ca.crt")
 
 
 def check_server_keys(directory: Path, federation: Federation) -> None:
     """Raise InputError unless a server's key and certificate match and are valid today."""
-    _check_public(federation)
-    key, line = directory / "server.key", federation.server_key
-    if read_private_key(key).public_key() != public_key(line):
-        raise PlanError(
-            f"{key} is not the key that federation.toml names as server_key ({_short(line)}): "
-            "every site would refuse what it signs. Put the server's own key back, or put the "
-            "public line of this one (server.pub) into federation.toml at every party"
-        )
+    _check_keys(federation, directory / "server.key", federation.server_key, "server_key")
     _check_certificate(directory, federation.host)
     if not _read(secret := directory / "runtime.secret"):
         raise PlanError(f"{secret} is empty: write 32 random bytes into it, of this party's own")
 
 
-def write_site_connection(directory: Path) -> None:
-    """Write the client certificate of a site."""
-    own = read_private_key(directory / "site.key")
-    write_client_certificate(directory / program.CLIENT, own)
-
-
-def write_server_connections(directory: Path, federation: Federation) -> None:
-    """Write the trust anchors of a server's SuperLink, and the server's client certificate."""
-    own = read_private_key(directory / "server.key")
-    write_client_certificate(directory / program.CLIENT, own)
-    parties = [federation.server_key, *(member.key for member in federation.sites.values())]
-    write_whole(directory / program.ANCHORS, render_anchors(map(public_key, parties)))
+def _check_keys(federation: Federation, key: Path, line: str, place: str) -> None:
+    _check_public(federation)
+    if read_private_key(key).public_key() != public_key(line):
+        raise PlanError(
+            f"{key} is not the key that federation.toml names as {place} ({line.split()[0]} "
+            f"...{line.split()[1][-12:]}): the other parties would refuse what it signs. Put this "
+            f"party's own key back, or put the public line of this one ({key.stem}.pub) into "
+            "federation.toml at every party and start the server again"
+        )
 
 
 def _check_public(federation: Federation) -> None:
@@ -322,7 +284,3 @@ def _names(certificate: x509.Certificate, host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host) in found.get_values_for_type(x509.IPAddress)
     return host.lower() in map(str.lower, found.get_values_for_type(x509.DNSName))
-
-
-def _short(line: str) -> str:
-    return f"{line.split()[0]} ...{line.split()[1][-12:]}"

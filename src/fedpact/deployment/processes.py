@@ -75,7 +75,8 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
         # start. The database of a SuperLink that was killed may be incomplete.
         for left in _home(directory).glob("superlink.db*"):
             left.unlink()
-        keys.write_server_connections(directory, coordinator.federation)
+        keys.write_client_certificate(directory, "server.key")
+        keys.write_anchors(directory, coordinator.federation)
         program.release_code()
 
         def report_and_release(record: RoundRecord) -> None:
@@ -101,7 +102,7 @@ def run_site(directory: Path) -> None:
     with _file_errors(directory), _only_process(directory), in_a_child(), Site(directory) as site:
         program.release_code()
         keys.check_site_keys(directory, site.federation, site.name)
-        keys.write_site_connection(_home(directory).parent)
+        keys.write_client_certificate(_home(directory).parent, "site.key")
         _prepare(site.federation.seeds == "test")
         tell = _Teller()
         with _end_by_signals():

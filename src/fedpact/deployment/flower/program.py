@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 from fedpact.common.files import private_opener
 
 ANCHORS: Final = "flower/parties.pem"
-"""In the server's directory: whose connections a SuperLink lets in (keys.render_anchors)."""
+"""In the server's directory: whose connections a SuperLink lets in (keys.write_anchors)."""
 CLIENT: Final = "flower/client.pem"
 """In a party's directory: what it shows of itself (keys.write_client_certificate)."""
 
