@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from fedpact.deployment import local
@@ -29,13 +30,30 @@ def by_round(path: Path, pattern: re.Pattern[str]) -> dict[int, float]:
     return {int(number): float(seconds) for number, seconds in found}
 
 
+def run_all_parties(directory: Path) -> Path:
+    """Start all parties, wait for the server to end, stop the rest; return the run's folder.
+
+    Raises RuntimeError: the server ended without a run.
+    """
+    with local.Parties(directory) as here:
+        here.start()
+        while here.runs(local.SERVER):
+            time.sleep(0.5)
+        how = local.describe_end(here.exit_code(local.SERVER))
+    run = directory / local.SERVER / "run"
+    if not (run / "summary.json").exists():
+        said = local.last_log_lines(directory, local.SERVER)
+        raise RuntimeError(f"the server {how}, before its run: {said}")
+    return run
+
+
 def main() -> None:
     """Run both and print a table."""
     plan = Plan.read(None, ["sites=3", "rounds=8", "run.evaluate_every=100", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "deployment"
         federation = write_deployment(directory, plan, Choices(port=18944, seeds="test"))
-        lines = (local.run_all_parties(directory) / "rounds.jsonl").read_text().splitlines()
+        lines = (run_all_parties(directory) / "rounds.jsonl").read_text().splitlines()
         total = {r["round"]: r["seconds"] for r in map(json.loads, lines)}
         server = by_round(directory / "server" / "log.txt", SERVER)
         sites = [by_round(directory / "sites" / n / "log.txt", SITE) for n in federation.names]

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from benchmarks.deployment import run_all_parties
 from benchmarks.results import Row
 from benchmarks.scale import Scale
 from benchmarks.timing import Others, Spread
 from fedpact.algorithms import Summed
 from fedpact.common.messages import Refusal, Reply, Step, Task
-from fedpact.deployment import local
 from fedpact.deployment.files import Choices, write_deployment
 from fedpact.plan import Plan
 from fedpact.simulation.secure_aggregation import messages
@@ -142,5 +142,5 @@ def _rounds(plan: Plan) -> list[float]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "deployment"
         write_deployment(directory, plan, Choices(port=_PORT))
-        lines = (local.run_all_parties(directory) / "rounds.jsonl").read_text().splitlines()
+        lines = (run_all_parties(directory) / "rounds.jsonl").read_text().splitlines()
     return [record["seconds"] for record in map(json.loads, lines) if record["round"]]

@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.deployment import run_all_parties
 from experiments.made import made
 
 import fedpact
 from fedpact.common.messages import RoundRecord
-from fedpact.deployment import local
 from fedpact.deployment.files import Choices, write_deployment
 
 HERE = Path(__file__).parent
@@ -101,7 +101,7 @@ def deployed(chosen: fedpact.Plan, port: int) -> tuple[list[RoundRecord], int, C
             text = site.read_text(encoding="utf-8")
             site.write_text(text.replace(f":{port}", f":{port + 50}"), encoding="utf-8")
         with relay(port + 50, port) as counted:
-            run = local.run_all_parties(directory)
+            run = run_all_parties(directory)
         lines = (run / "rounds.jsonl").read_text().splitlines()
         summary = json.loads((run / "summary.json").read_text())
     d = summary["model_parameters"]

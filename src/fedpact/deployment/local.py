@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from fedpact.common.errors import DataError, FedpactError, PlanError, TransportLost
+from fedpact.common.errors import DataError, FedpactError, TransportLost
 from fedpact.common.files import parse_errors, private_opener, safe_name
 from fedpact.common.messages import RoundRecord
 from fedpact.common.run_folder import RUN, Folder
@@ -20,7 +20,6 @@ from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.site_evaluation import own_figures
 from fedpact.deployment.site_records import SiteSettings, read_receipt
 from fedpact.plan import Plan
-from fedpact.simulation.machine import require_flower
 
 _GRACE_SECONDS = 10.0
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
@@ -91,23 +90,6 @@ class Parties:
             child.wait()
 
 
-def run_all_parties(directory: Path) -> Path:
-    """Start all parties, wait for the server to end, stop the rest; return the run's folder.
-
-    Raises PlanError: the server ended without a run; with the last line of its log.
-    """
-    require_flower()
-    with Parties(directory) as here:
-        here.start()
-        while here.runs(SERVER):
-            time.sleep(0.5)
-    run = directory / SERVER / "run"
-    if not (run / "summary.json").exists():
-        how = describe_end(here.exit_code(SERVER))
-        raise PlanError(f"the server {how}, before its run: {last_log_lines(directory, SERVER)}")
-    return run
-
-
 def inspect_deployment(directory: Path) -> dict[str, Any]:
     """Return the running parties, the last committed round, and the ledgers on this machine.
 
@@ -144,20 +126,24 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
     }
 
 
+_ENDS: Final = {
+    0: "has ended",
+    1: "has ended with code 1, a fault of fedpact: see log.txt",
+    FedpactError.exit_code: "has ended with code 2: mend what its last line says, then start it "
+    "again",
+    TransportLost.exit_code: "has ended with code 69, as Flower's SuperLink was lost: start it "
+    "again: it continues",
+}
+
+
 def describe_end(code: int | None) -> str:
     """Describe how a party's process ended, and what to do. code: see `Parties.exit_code`."""
-    again = "start it again: it continues"
-    number = 0 if code is None else -code if code < 0 else code - 128
-    names = {one.value: one.name for one in signal.Signals}
-    if number in names:
-        memory = ", perhaps for want of memory (see `dmesg`)" * (number == signal.SIGKILL)
-        return f"was killed by {names[number]}{memory}: {again}"
-    told = {
-        FedpactError.exit_code: "with code 2: mend what its last line says, then start it again",
-        TransportLost.exit_code: f"with code 69, as Flower's SuperLink was lost: {again}",
-        1: "with code 1, a fault of fedpact: see log.txt",
-    }
-    return f"has ended {told.get(code, f'with code {code}')}" if code else "has ended"
+    code = code or 0
+    number = -code if code < 0 else code - 128
+    if number not in {*signal.Signals}:
+        return _ENDS.get(code, f"has ended with code {code}")
+    memory = ", perhaps for want of memory (see `dmesg`)" * (number == signal.SIGKILL)
+    return f"was killed by {signal.Signals(number).name}{memory}: start it again: it continues"
 
 
 def last_log_lines(directory: Path, name: str) -> str:
