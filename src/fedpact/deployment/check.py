@@ -22,7 +22,6 @@ from fedpact.deployment.signatures import read_approvals
 from fedpact.deployment.site import check_left_behind, reserved_runs
 from fedpact.deployment.site_evaluation import find_examiner_key
 from fedpact.deployment.site_records import (
-    CLAMPED_REMEDY,
     Own,
     SiteFiles,
     own_records,
@@ -293,17 +292,10 @@ def _look_at_records(found: SiteCheck, own: Own, files: SiteFiles) -> None:
             f"{count:,} {found.unit}s are used, but federation.toml declares {found.size:g}: sums "
             "are divided by the declared number"
         )
-    most = files.settings.most_left_out
-    if (clamped := sieve.mostly_clamped(most)) and not found.reserved:
-        found.problems.append(f"{clamped}: {CLAMPED_REMEDY}")
-    told = sieve.too_many(most, "most_left_out in site.toml")
-    if not sieve.count:
-        found.problems.append(f"data file {found.file} has no records")
-    elif told and not found.reserved:
-        found.problems.append(
-            f"{told}: correct the file or [columns] of site.toml, have the federation declare "
-            "`fill` for columns with missing cells, or increase most_left_out"
-        )
+    # Once the run is reserved, no invalid record may stop the site.
+    if not found.reserved:
+        with _note(found):
+            own.check(files.settings)
 
 
 def _time_round(files: SiteFiles, terms: Terms, own: Own) -> float | None:

@@ -124,12 +124,6 @@ def read_receipt(ledger: Path) -> dict[str, Any] | None:
     return receipt(ledger) if ledger.exists() and b"\n" in ledger.read_bytes() else None
 
 
-CLAMPED_REMEDY: Final = (
-    "give the file's unit as `factor` under [columns] in site.toml, have the federation declare "
-    "another range, or set most_left_out to 1"
-)
-
-
 @dataclass(frozen=True, eq=False)
 class Own:
     """A site's records. raw: as in its file, x [n, ...]; records: as used by the model.
@@ -148,7 +142,9 @@ class Own:
         most = settings.most_left_out
         if clamped := self.sieve.mostly_clamped(most):
             raise DataError(
-                f"{clamped}. The site does not open, and nothing is reserved: {CLAMPED_REMEDY}"
+                f"{clamped}. The site does not open, and nothing is reserved: give the file's unit "
+                "as `factor` under [columns] in site.toml, have the federation declare another "
+                "range, or set most_left_out to 1"
             )
         told = self.sieve.too_many(most, "most_left_out in site.toml")
         if not told:
@@ -158,11 +154,10 @@ class Own:
             for column, reason, count in self.sieve.reasons()[:_REASONS]
         )
         raise DataError(
-            f"{told}: {why or 'the file is empty'}. The site does not "
-            "open, and nothing is reserved. Run `fedpact deploy check` on its directory to compare "
-            "each column with its declaration; then correct the records, give their units and "
-            "categories under [columns] in site.toml, have the federation declare `fill` for "
-            "columns with missing cells, or increase most_left_out"
+            f"{told}: {why or 'the file has no records'}. The site does not open, and nothing is "
+            "reserved. `fedpact deploy check` compares each column with its declaration; correct "
+            "the records, give their units and categories under [columns] in site.toml, have the "
+            "federation declare `fill` for columns with missing cells, or increase most_left_out"
         )
 
     def part(self, chosen: Tensor) -> Records:
