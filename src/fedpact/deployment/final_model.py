@@ -74,7 +74,8 @@ class FinalModel:
         """
         of, module = self.files, self.files.workshop.module()
         path = find_published_model(of.directory, of.federation.run, source)
-        flat, rounds = FlatModel(module), _rounds_beside(path)
+        flat = FlatModel(module)
+        rounds = read_json_table(path.with_name("summary.json")).get("rounds")
         w = read_model(path, module, flat)
         flat.load(self.own_model(w, of.last_round(rounds or of.plan.rounds)))
         said = {"status": BROUGHT, "rounds": rounds, **self._cost(rounds)}
@@ -194,13 +195,6 @@ def find_published_model(directory: Path, run: str, model: Path | None) -> Path:
                 "expected the final model of that run"
             )
     return path
-
-
-def _rounds_beside(model: Path) -> int | None:
-    try:
-        return int(read_json_table(model.with_name("summary.json"))["rounds"])
-    except (ValueError, LookupError, TypeError):
-        return None
 
 
 def read_model(path: Path, module: nn.Module, flat: FlatModel) -> Tensor:

@@ -104,7 +104,15 @@ def run_site(directory: Path) -> None:
         keys.check_site_keys(directory, site.federation, site.name)
         keys.write_client_certificate(_home(directory).parent, "site.key")
         _prepare(site.federation.seeds == "test")
-        tell = _Teller()
+        last = ""
+
+        def tell(told: str) -> None:
+            """Write to the site's log, without repeating the same line."""
+            nonlocal last
+            if told != last:
+                _log.warning("%s", told)
+            last = told
+
         with _end_by_signals():
             if site.settings.socket is not None:
                 site_process.listen(site, directory, directory / site.settings.socket)

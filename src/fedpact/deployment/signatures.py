@@ -15,6 +15,7 @@ import base64
 import binascii
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,22 +40,16 @@ from fedpact.simulation.secure_aggregation import keys
 
 APPROVAL_FILE: Final = "approval.toml"
 _OF: Final = ("plan.json", "federation.toml", "policy.toml")
-_STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Approval(BaseModel):
     """One person's approval. digest: see `digest_approved`; signature: hexadecimal."""
 
-    model_config = _STRICT
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     by: OneLine
     time: str
     digest: str
     signature: str = Field(pattern=r"^([0-9a-f]{2})+$")
-
-    @property
-    def signed(self) -> bytes:
-        """The signed bytes."""
-        return json.dumps([self.by, self.time, self.digest]).encode()
 
 
 class _Approvals(BaseModel):
@@ -74,6 +69,10 @@ class ApprovalState:
     def missing(self) -> int:
         """How many more approvals are needed."""
         return max(0, self.needed - len(self.names))
+
+
+def _signed(by: str, time: str, digest: str) -> bytes:
+    return json.dumps([by, time, digest]).encode()
 
 
 def digest_approved(site: Path) -> str:
@@ -115,14 +114,13 @@ def approve(site: Path, by: str) -> ApprovalState:
     if _same(who) in {_same(one.by) for one in kept}:
         raise InputError(f"{who} has already approved this run of site {name}")
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    own = Approval(by=who, time=time, digest=digest_approved(site), signature="00")
-    signature = keys.sign(
-        keys.read_private_key(site / "site.key"), _purpose_of_approval(name), own.signed
-    )
+    key, digest = keys.read_private_key(site / "site.key"), digest_approved(site)
+    signature = keys.sign(key, f"approval of {name}", _signed(who, time, digest)).hex()
+    own = Approval(by=who, time=time, digest=digest, signature=signature)
     text = "# Who has approved what this site releases: `fedpact deploy approve`.\n" + "".join(
         "\n[[approvals]]\n"
         + "".join(f"{key} = {toml(value)}\n" for key, value in one.model_dump().items())
-        for one in (*kept, own.model_copy(update={"signature": signature.hex()}))
+        for one in (*kept, own)
     )
     write_whole(site / APPROVAL_FILE, text.encode())
     return read_approvals(site)
@@ -137,20 +135,14 @@ def _valid(site: Path, name: str) -> list[Approval]:
     key, digest = keys.public_key(member.key), digest_approved(site)
     found = dict[str, Approval]()
     for one in parse_toml(_Approvals, site / APPROVAL_FILE).approvals:
-        signature = bytes.fromhex(one.signature)
-        if one.digest == digest and keys.is_signed(
-            key, _purpose_of_approval(name), one.signed, signature
-        ):
+        signed, signature = _signed(one.by, one.time, one.digest), bytes.fromhex(one.signature)
+        if one.digest == digest and keys.is_signed(key, f"approval of {name}", signed, signature):
             found.setdefault(_same(one.by), one)
     return [*found.values()]
 
 
 def _same(name: str) -> str:
     return " ".join(name.casefold().split())
-
-
-def _purpose_of_approval(site: str) -> str:
-    return f"approval of {site}"
 
 
 def describe(site: Path) -> str:
@@ -262,22 +254,29 @@ def cost_per_person(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float] |
     runs: of a receipt. A person's records may be in both the training and the held-out part of a
     run, so a run's costs add up, at the sum of both δ.
     """
-    together = dict[str, dict[str, float]]()
-    for name, run in runs.items():
-        whole = together.setdefault(run["beside"] or name, {})
-        for k, cost in (run["epsilon_per_person"] or {}).items():
-            whole[k] = whole.get(k, 0.0) + cost
-    each = [found for found in together.values() if found]
+    each = [
+        {
+            k: sum(run["epsilon_per_person"][k] for run in parts)
+            for k in parts[0]["epsilon_per_person"]
+        }
+        for parts in _by_run(runs)
+    ]
     return {k: max(one[k] for one in each) for k in each[0]} if each else None
 
 
 def delta_per_person(runs: Mapping[str, Mapping[str, Any]]) -> float | None:
     """Return the δ of `cost_per_person`: of any run and its evaluations, the most."""
-    together = dict[str, list[float]]()
+    each = (add_budgets(run["delta"] for run in parts) for parts in _by_run(runs))
+    return max(each, default=None)
+
+
+def _by_run(runs: Mapping[str, Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return each run that has costs of persons, together with its evaluations."""
+    found = defaultdict[str, list[Mapping[str, Any]]](list)
     for name, run in runs.items():
         if run["epsilon_per_person"]:
-            together.setdefault(run["beside"] or name, []).append(run["delta"])
-    return max(map(add_budgets, together.values()), default=None)
+            found[run["beside"] or name].append(run)
+    return [*found.values()]
 
 
 def _plan(directory: Path) -> tuple[About, str]:
@@ -295,7 +294,7 @@ def sign_receipt(told: Mapping[str, Any], site: Path) -> dict[str, Any]:
     key = keys.read_private_key(site / "site.key")
     name = SiteSettings.read(site).name
     form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    value = keys.sign(key, _purpose_of_receipt(name), _canonical(told))
+    value = keys.sign(key, f"receipt of {name}", _canonical(told))
     signature = {
         "by": name,
         "key": key.public_key().public_bytes(*form).decode(),
@@ -324,7 +323,7 @@ def check_signature(told: object, federation: Federation | None) -> str:
     except (KeyError, ValueError, binascii.Error) as error:
         raise LedgerError(f"the receipt's signature cannot be read ({error})") from None
     rest = {field: entry for field, entry in whole.items() if field != "signature"}
-    if not keys.is_signed(key, _purpose_of_receipt(name), _canonical(rest), value):
+    if not keys.is_signed(key, f"receipt of {name}", _canonical(rest), value):
         raise LedgerError(
             f"the signature of {name!r} does not match the receipt: it was altered, or belongs to "
             "another; ask the site's owner for it again"
@@ -344,10 +343,6 @@ def check_signature(told: object, federation: Federation | None) -> str:
     has = isinstance(runs, dict) and federation.run in runs
     nothing = "" if has else ", about which it says nothing"
     return f"intact, signed by site {name!r} of run {federation.run!r}{nothing}"
-
-
-def _purpose_of_receipt(site: str) -> str:
-    return f"receipt of {site}"
 
 
 def _canonical(told: Mapping[str, Any]) -> bytes:

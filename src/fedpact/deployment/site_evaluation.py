@@ -138,7 +138,6 @@ def count_answer(store: Store, run: str, answer: Reply | Refusal | Step, seconds
 
 
 FIGURES: Final = "figures"
-_KEPT: Final = ("run", "settings", "classes", "groups", "unit", "rounds")
 _KEY_FILE: Final = "held-out.key"
 _KEY_BYTES: Final = 32
 
@@ -243,9 +242,7 @@ def own_figures(directory: Path, run: str) -> dict[str, Any] | None:
     None: no record is held out, or no round has ended. Raises DataError: a damaged store.
     """
     found = json.loads(read_store(directory, FIGURES) or b"{}")
-    if found.get("run") != run:
-        return None
-    return {name: found[name] for name in _KEPT}
+    return found if found.get("run") == run else None
 
 
 def _examiner_key(directory: Path, ledger: Path, run: str) -> bytes:
@@ -270,14 +267,12 @@ def find_examiner_key(directory: Path, ledger: Path, run: str) -> bytes | None:
         found = path.read_bytes()
         if len(found) == _KEY_BYTES:
             return found
-    elif not (ledger.exists() and run in _evaluated_runs(ledger)):
-        return None
+    else:
+        entries = read_entries(ledger) if ledger.exists() else []
+        if not any(entry.get("beside") == run for entry in entries):
+            return None
     raise LedgerError(
         f"{path} is missing or damaged, but {ledger} has reserved evaluations of run {run}: "
         "expected the secret that selects held-out records; with another one, training records "
         "would be evaluated too. Restore it from a backup (a new run may have a new secret)"
     )
-
-
-def _evaluated_runs(ledger: Path) -> set[str]:
-    return {str(entry["beside"]) for entry in read_entries(ledger) if entry.get("beside")}

@@ -60,8 +60,7 @@ def take_snapshot(directory: Path) -> Document:
     """
     if (directory / "site.toml").exists():
         return _site(directory)
-    party, folder = find_run(directory)
-    return _run(party, folder, is_held(party) or is_held(folder), _file_stamps(folder))
+    return _run(*find_run(directory))
 
 
 def find_run(directory: Path) -> tuple[Path, Path]:
@@ -85,24 +84,15 @@ def find_released(run: RunSummary) -> Document | None:
     return run.released or released_so_far(run.records, run.privacy.get("evaluation"))
 
 
-def _file_stamps(folder: Path) -> tuple[tuple[int, int], ...]:
-    names = ("privacy.json", "rounds.jsonl", "summary.json", WAITS, HANDED_OVER)
-    found = [(folder / name).stat() for name in names if (folder / name).exists()]
-    return tuple((each.st_mtime_ns, each.st_size) for each in found)
-
-
-@lru_cache(maxsize=4)
-def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
-    """Return the state of a run. held: whether a process is running it."""
-    del changed
+def _run(party: Path, folder: Path) -> Document:
     if not (folder / "privacy.json").exists():
         raise DataError(f"the run in {folder} is being set up: look again in a moment")
-    run, begun = read_run(folder, begun=False), (folder / "rounds.jsonl").exists()
-    waits, last = read_json_table(folder / WAITS), run.last
+    run, held = read_run(folder, begun=False), is_held(party) or is_held(folder)
+    waits, last = read_json_table(folder / WAITS).get("sites", {}), run.last
     ended = bool(run.summary) and not (held and run.status == "stopped")
+    begun = (folder / "rounds.jsonl").exists()
     said = "running" if begun else "waiting for the first round"
     state = run.ended if ended else said if held else "interrupted"
-    name = str(run.environment.get("run") or folder.resolve().name)
     released, planned = find_released(run), int(run.plan["rounds"])
     recent = [record.seconds for record in run.records[1:][-_RECENT:]]
     missing, refusals = _missing(run.records, waits), defaultdict[str, Counter[str]](Counter)
@@ -117,13 +107,13 @@ def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
             "refusals": dict(refusals[site]),
             "missing": missing.get(site),
         }
-        for site in sorted({*run.sites, *waits.get("sites", {})})
-        for told in [waits.get("sites", {}).get(site, {})]
+        for site in sorted({*run.sites, *waits})
+        for told in [waits.get(site, {})]
     }
     return {
         "kind": "run",
         "name": run.title,
-        "run": name,
+        "run": str(run.environment.get("run") or folder.resolve().name),
         "algorithm": run.plan.get("algorithm"),
         "status": run.status if ended else state,
         "state": state,
@@ -149,15 +139,14 @@ def _run(party: Path, folder: Path, held: bool, changed: object) -> Document:
 
 def _cost(run: RunSummary, site: str) -> Document:
     terms = run.site_privacy.get(site)
+    allowed = ("epsilon_allowed", "epsilon_reserved", "delta")
     return {
         "epsilon_spent": run.last.epsilon.get(site),
-        "epsilon_allowed": terms and terms.epsilon_allowed,
-        "epsilon_reserved": terms and terms.epsilon_reserved,
-        "delta": terms and terms.delta,
+        **{name: terms and getattr(terms, name) for name in allowed},
     }
 
 
-def _missing(records: Iterable[RoundRecord], waits: Mapping[str, Any]) -> dict[str, Document]:
+def _missing(records: Iterable[RoundRecord], waits: Mapping[str, Document]) -> dict[str, Document]:
     """Return the sites missing from the last round in which they were asked, with the reason.
 
     since: the first round without the site. Before the first round: the sites waited for.
@@ -168,8 +157,7 @@ def _missing(records: Iterable[RoundRecord], waits: Mapping[str, Any]) -> dict[s
             site: _reason(code, found.get(site, {}).get("since", record.round))
             for site, code in record.refused.items()
         }
-    told: Mapping[str, Document] = waits.get("sites", {})
-    return found | {site: _reason(one["code"], 0) for site, one in told.items() if "code" in one}
+    return found | {site: _reason(one["code"], 0) for site, one in waits.items() if "code" in one}
 
 
 def _reason(code: str, since: int) -> Document:
@@ -202,7 +190,6 @@ def _curves(run: RunSummary, released: Document | None) -> list[Document]:
 
 
 def _compare(run: RunSummary, released: Document | None) -> list[str]:
-    """Return what the last accuracy is to be held against, in words, each with its round."""
     if released is not None:
         return describe_released(released)
     told = against_majority_class(run.accuracy, run.summary.get("commonest"))
@@ -326,7 +313,6 @@ def text(of: Mapping[str, Any]) -> str:
 
 
 def _label(of: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], Mapping[str, Any]]]:
-    """Yield labels and values: of the run, then of each site or ledger."""
     run = {"run": of["run"]}
     if of["kind"] == "site":
         yield {**run, "site": of["name"]}, of

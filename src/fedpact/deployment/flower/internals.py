@@ -235,27 +235,20 @@ class SuperLink:
 
     @contextmanager
     def grid(self, run: int, secret: Path) -> Generator[PromptGrid]:
-        """Give a run's Grid, keep its task alive, and report how it ended.
+        """Give a run's Grid, and keep its task alive.
 
         secret: the file with the secret that both ends know. Raises FedpactError: the SuperLink
         does not hand out the run.
         """
         token = self._token_of(run, secret)
         client = self._connect(lambda _: {TASK_TOKEN_HEADER: token})
-        status, details = SubStatus.FAILED, "ended early"
-        try:
-            with _beats(lambda: client.SendTaskHeartbeat(runtime.SendTaskHeartbeatRequest())):
-                given = client.PullTaskInput(runtime.PullTaskInputRequest())
-                TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
-                TaskIdentity.node_id = given.context.node_id
-                with closing(PromptGrid(self._url, self._context, token, run)) as grid:
-                    yield grid
-            status, details = SubStatus.COMPLETED, ""
-        finally:
-            ended = runtime.PushTaskOutputRequest(sub_status=status, details=details)
-            with suppress(httpx.HTTPError):
-                client.PushTaskOutput(ended)
-            client.close()
+        alive = runtime.SendTaskHeartbeatRequest()
+        with closing(client), _beats(lambda: client.SendTaskHeartbeat(alive)):
+            given = client.PullTaskInput(runtime.PullTaskInputRequest())
+            TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+            TaskIdentity.node_id = given.context.node_id
+            with closing(PromptGrid(self._url, self._context, token, run)) as grid:
+                yield grid
 
     def _token_of(self, run: int, secret: Path) -> str:
         """Take on a run's task; tasks of others, which somebody may have submitted, wait."""

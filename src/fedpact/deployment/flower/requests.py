@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from fedpact.algorithms.wrappers.compression import DeltaTask, expand_task
 from fedpact.common.messages import Message as Answer
@@ -71,6 +71,14 @@ class PendingRequests:
     def open(self) -> list[str]:
         """The sites whose answers are not settled."""
         return [site for site in self.tasks if site not in self.answers]
+
+    @property
+    def outcome(self) -> str:
+        """The outcome of each site, in words."""
+        return ", ".join(
+            f"{site} {answer.code if isinstance(answer, Refusal) else 'replied'}"
+            for site, answer in sorted(self.answers.items())
+        )
 
     @property
     def replies(self) -> dict[str, Reply]:
@@ -164,46 +172,31 @@ class Slow:
         self._owed = {number: other for number, other in self._owed.items() if other != site}
 
 
+_ADVICE: Final = {
+    ("stale",): "by their word a later round than this one was answered: if server/run was put "
+    "back to an older state, put the newer one back; without it, begin a new run",
+    ("ledger", "rejected: ledger"): "another ledger than this server has seen. Find out with their "
+    "owners whether a ledger was put back or a site runs twice "
+    "(docs/how-to/operate-a-deployment.md); for a new ledger of other records, stop the server, "
+    "remove the site from server/ledgers.json, and let its owner remove ledger.jsonl.seen beside "
+    "the new ledger",
+    ("terms",): "by their word their plan.json or federation.toml says something else than this "
+    "server's: compare both files, hand the same out to every party, and start it again; where a "
+    "site has promised another ε under this run's name, give the run a new one",
+}
+
+
 def advice(this: PendingRequests) -> str:
     """Return advice for a round with too few replies.
 
     Claims of sites are attributed to them, as they may be false.
     """
-    said = dict[str, list[str]]()
-    for site, refusal in this.refusals.items():
-        said.setdefault(refusal.code, []).append(site)
     told = list[str]()
-    if "stale" in said:
-        told.append(
-            f"By the word of {', '.join(said['stale'])} a later round than this one was answered: "
-            "if server/run was put back to an older state, put the newer one back; without it, "
-            "begin a new run"
-        )
-    if wrong := [*said.get("ledger", ()), *said.get("rejected: ledger", ())]:
-        told.append(
-            f"{', '.join(wrong)}: another ledger than this server has seen. Find out with their "
-            "owners whether a ledger was put back or a site runs twice "
-            "(docs/how-to/operate-a-deployment.md); for a new ledger of other records, stop the "
-            "server, remove the site from server/ledgers.json, and let its owner remove "
-            "ledger.jsonl.seen beside the new ledger"
-        )
-    if "terms" in said:
-        told.append(
-            f"By the word of {', '.join(said['terms'])} their plan.json or federation.toml says "
-            "something else than this server's: compare both files, hand the same out to every "
-            "party, and start it again; where a site has promised another ε under this run's name, "
-            "give the run a new one"
-        )
+    for codes, words in _ADVICE.items():
+        if sites := [site for site, refusal in this.refusals.items() if refusal.code in codes]:
+            told.append(f"{', '.join(sites)}: {words}")
     told.append(
         "What was sent is not lost: sites keep their replies; resume the run when they can be "
         "reached"
     )
     return ". ".join(told)
-
-
-def summarise_round(this: PendingRequests) -> str:
-    """Return the outcome of each site."""
-    return ", ".join(
-        f"{site} {answer.code if isinstance(answer, Refusal) else 'replied'}"
-        for site, answer in sorted(this.answers.items())
-    )

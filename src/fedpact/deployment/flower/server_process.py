@@ -144,22 +144,18 @@ def serve(coordinator: Coordinator, address: str, on_round: OnRound) -> dict[str
         with link.grid(number, coordinator.directory / "runtime.secret") as grid:
             return coordinate(coordinator, grid, on_round)
     except httpx.HTTPError as error:
-        if number is not None and isinstance(error, httpx.HTTPStatusError):
-            _check_not_stopped(link, number)
+        stopped = False
+        with suppress(httpx.HTTPError):
+            stopped = number is not None and link.was_stopped(number)
+        if stopped:
+            raise FedpactError(
+                f"the run was stopped by Flower's control API (StopRun of run {number}), and not "
+                "by this server: somebody with a party's key has asked for it on this machine. "
+                "Started again, the server goes on from the last committed round"
+            ) from None
         raise TransportLost(
             f"Flower's SuperLink at {address} failed ({error}): see flower/log.txt in the server's "
             "directory; started again, the server goes on from the last committed round"
         ) from error
     finally:
         link.close()
-
-
-def _check_not_stopped(link: SuperLink, run: int) -> None:
-    with suppress(httpx.HTTPError):
-        if not link.was_stopped(run):
-            return
-        raise FedpactError(
-            f"the run was stopped by Flower's control API (StopRun of run {run}), and not by this "
-            "server: somebody with a party's key has asked for it on this machine. Started again, "
-            "the server goes on from the last committed round"
-        )

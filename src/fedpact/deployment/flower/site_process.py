@@ -50,7 +50,9 @@ def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
     that was told. Raises NotLetIn; FedpactError: the site has stopped.
     """
     key, address = keys.read_private_key(directory / "site.key"), site.federation.address
-    known, let_in = _read_node(directory), False
+    known, let_in = None, False
+    with suppress(OSError, ValueError):  # a number that cannot be read is one that is not known
+        known = int((directory / NODE).read_bytes())
     pause = min(_MOST_PAUSE_SECONDS, len(site.federation.sites) / _LOOKS_PER_SECOND)
     link = FleetLink(address, tls(directory), key, _most_bytes(site))
     try:
@@ -92,17 +94,12 @@ def _most_bytes(site: Site) -> int:
     return flower_records.most_bytes(site.longest_question, len(site.federation.sites))
 
 
-def _read_node(directory: Path) -> int | None:
-    # A number that cannot be read is one that is not known.
-    with suppress(OSError, ValueError):
-        return int((directory / NODE).read_bytes())
-    return None
-
-
 def _explain_refusal(site: Site, response: httpx.Response) -> str:
-    address = site.federation.address
-    ahead = _seconds_ahead(response)
-    if ahead is not None and not -_BEHIND_SECONDS < ahead < _AHEAD_SECONDS:
+    address, ahead = site.federation.address, 0.0
+    with suppress(KeyError, ValueError):
+        there = email.utils.parsedate_to_datetime(response.headers["date"])
+        ahead = (datetime.datetime.now(datetime.UTC) - there).total_seconds()
+    if not -_BEHIND_SECONDS < ahead < _AHEAD_SECONDS:
         where = "ahead of" if ahead > 0 else "behind"
         return (
             f"the clock of this machine is {abs(ahead):.0f} s {where} that of the server at "
@@ -122,15 +119,6 @@ def _explain_refusal(site: Site, response: httpx.Response) -> str:
         f"the server at {address} does not let {site.name!r} in ({told}): see the server's "
         "flower/log.txt, and whether both ends run the same version of fedpact and Flower"
     )
-
-
-def _seconds_ahead(response: httpx.Response) -> float | None:
-    """Return by how many seconds this machine's clock is ahead of the server's, if it told."""
-    try:
-        there = email.utils.parsedate_to_datetime(response.headers["date"])
-    except (KeyError, ValueError):
-        return None
-    return (datetime.datetime.now(datetime.UTC) - there).total_seconds()
 
 
 def _explain_unreached(address: str, directory: Path, why: str) -> str:
