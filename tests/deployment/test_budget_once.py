@@ -29,7 +29,6 @@ from fedpact.deployment import store
 from fedpact.deployment.check import check_site
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.site_process import respond
-from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store, read_store
 from fedpact.privacy.ledger.hash_chain import read_entries
@@ -95,17 +94,6 @@ def test_no_receipt_is_made_of_an_older_ledger(site_dir, tmp_path, command):
     assert isinstance(done.exception, LedgerError)
     assert "put back to an older state" in str(done.exception)
     assert not (tmp_path / "receipt.json").exists()
-
-
-def test_a_truncated_last_line_is_reported_as_another_entry(site_dir):
-    """Opening writes down what the line may have cost, under the number that it had."""
-    with Site(site_dir) as site:
-        told(site, 1, 2)
-    path = site_dir / "ledger.jsonl"
-    number = len(read_entries(path))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(LedgerError, match=f"has another entry in place of number {number}, "):
-        Site(site_dir)
 
 
 @pytest.mark.parametrize(
@@ -336,13 +324,6 @@ def test_no_ledger_is_begun_on_a_disk_that_is_not_mounted(site_dir, tmp_path):
         assert ledger.exists()
 
 
-def test_a_ledger_note_that_cannot_be_opened_is_kept(site_dir):
-    """Nobody is told to remove what shows that a ledger was put back."""
-    (site_dir / "ledger.jsonl.seen").mkdir()
-    with pytest.raises(LedgerError, match=r"\.seen cannot be read .* do not remove it"):
-        Site(site_dir)
-
-
 # What the server makes of it
 
 
@@ -356,26 +337,6 @@ def federation(federate):
         return run, run.nodes, run.directory
 
     return new
-
-
-@pytest.mark.parametrize(
-    "plan", [{}, pytest.param(SECURE, marks=pytest.mark.slow)], ids=["plain", "secure"]
-)
-def test_restarted_snapshot_stays_out_and_charges_nothing(federation, tmp_path, plan):
-    """Taken after round 1, put back before round 3: by length alone it would be let in again."""
-    run, nodes, _ = federation(rounds=4, **plan)
-    node, snapshot = nodes[1], tmp_path / "snapshot"
-
-    def behave(message, answer):
-        if node.asked.round == 2 and not snapshot.exists():
-            shutil.copytree(node.directory, snapshot)
-        if node.asked.round == 3 and node.directory != snapshot:
-            node.restart(snapshot)
-        return answer()
-
-    node.behave = behave
-    assert run.refused() == [{}, {}, *[{"site-01": "ledger"}] * 2]
-    assert charged(snapshot) == STEPS
 
 
 @pytest.mark.parametrize(
@@ -426,38 +387,6 @@ def _until(node, number, answer):
     return answer()
 
 
-def test_a_server_without_its_seen_ledgers_continues(federation):
-    run, nodes, directory = federation(rounds=3)
-    nodes[2].behave = lambda message, answer: _until(nodes[2], 3, answer)
-    with pytest.raises(RuntimeError):
-        run.refused()
-    (directory / "server" / "ledgers.json").unlink()
-    nodes[2].behave = lambda message, answer: answer()
-    assert run.refused() == [{}] * 3
-    seen = json.loads((directory / "server" / "ledgers.json").read_bytes())
-    ledgers = {node.site.name: [node.site.ledger.length, node.site.ledger.head] for node in nodes}
-    assert {site: places[-1] for site, places in seen.items()} == ledgers
-
-
-def test_a_restored_server_gets_a_remedy(federation, tmp_path):
-    """The sites have answered later rounds than it asks for. Nothing is charged."""
-    run, nodes, directory = federation(rounds=4)
-    backup = tmp_path / "backup"
-
-    def behave(message, answer):
-        if nodes[0].asked.round == 2:
-            shutil.copytree(directory / "server" / "run", backup, dirs_exist_ok=True)
-        return answer()
-
-    nodes[0].behave = behave
-    run.refused()
-    shutil.rmtree(directory / "server" / "run")
-    shutil.copytree(backup, directory / "server" / "run")
-    with pytest.raises(TooFewReplies, match=r"site-00 stale.*put the newer one back"):
-        run.refused()
-    assert [charged(node.directory) for node in nodes] == [4 * STEPS] * 3
-
-
 # The owner's policy
 
 
@@ -491,14 +420,6 @@ def test_a_policy_that_is_tightened_counts_in_a_run_under_way(site_dir, old, new
     with pytest.raises(FedpactError, match="site's policy"):
         Site(site_dir)
     assert charged(site_dir) == 3 * STEPS
-
-
-def test_a_policy_that_is_taken_away_counts_too(site_dir):
-    with Site(site_dir) as site:
-        told(site, 1)
-        (site_dir / "policy.toml").unlink()
-        assert codes(told(site, 2)) == ["policy"]
-    assert charged(site_dir) == STEPS
 
 
 def test_tightened_policy_opens_no_sum_in_its_round(federation):

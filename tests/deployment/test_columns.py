@@ -14,12 +14,11 @@ from tests.tables import write_csv
 
 from fedpact.api import load
 from fedpact.common.errors import DataError, PlanError
-from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
-from fedpact.common.params import FlatModel
+from fedpact.common.messages import Reply
 from fedpact.deployment import federation
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.transport import TooFewReplies
-from fedpact.deployment.site import Site, answer
+from fedpact.deployment.site import Site
 from fedpact.deployment.store import LastReply
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
@@ -156,19 +155,6 @@ def of_tables(federate, data, declared):
     return federate({"records": False}, table=data, **plan)
 
 
-def test_prediction_table_columns_may_be_in_any_order(begin, tmp_path):
-    """Of a federation whose sites were given arrays for trying, too: the plan has the names."""
-    run, asked = begin()
-    run()
-    rows = [line.split(",") for line in Path(asked["data"]).read_text().splitlines()]
-    turned = tmp_path / "turned.csv"
-    turned.write_text("\n".join(",".join(reversed(row)) for row in rows))
-    for party in (run.directory / "server", run.nodes[0].directory):
-        result = load(party)
-        expected = result.predict(asked["data"]).probabilities
-        np.testing.assert_array_equal(result.predict(turned).probabilities, expected)
-
-
 def test_a_site_predicts_in_its_own_units_and_names(begin, tmp_path):
     """As its records were read: site.toml says what its columns are."""
     run, asked = begin()
@@ -202,20 +188,6 @@ def test_a_public_test_set_is_scaled_as_the_sites_tables_are(federate, data):
     assert (last.accuracy, last.loss) == pytest.approx((expected.accuracy, expected.loss))
     for party in (run.directory / "server", run.nodes[0].directory):
         assert json.loads((party / "run" / "records.json").read_text())["features"] == [*RELEASED]
-
-
-def test_a_lost_reply_costs_no_second_release(begin):
-    """The same question gets the stored reply."""
-    run, _ = begin()
-    node = run.nodes[0]
-
-    def loses(message, answer):
-        reply = answer()
-        return None if len(node.heard) == 1 else reply
-
-    node.behave = loses
-    assert run.refused() == [{}, {}]
-    assert releases(node) == [(0, 0, 1)]
 
 
 @pytest.mark.parametrize(("spare", "again"), [(0, [(0, 0, 1)]), (1, [(0, 0, 1), (0, 0, 1)])])
@@ -267,17 +239,6 @@ def test_false_column_release_is_rejected_and_run_starts(begin, lie, why):
     assert records[0].refused == {node.site.name: f"rejected: {why}"}
     found = json.loads((run.directory / "server" / "run" / "columns.json").read_text())
     assert all(-1 <= one["mean"] <= 1 and one["deviation"] <= 1 for one in found.values())
-
-
-def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
-    run = federate(None, rounds=2)
-    node = run.nodes[0]
-    w = FlatModel(run.coordinator.module()).vector
-    task = Task(node.site.run, 0, "fedavg", {"w": w}, {})
-    refusal = from_bytes(answer(node.site, to_bytes(task))[0])
-    assert isinstance(refusal, Refusal)
-    assert refusal.code == "task"
-    assert node.site.ledger.spent(node.site.run) == {}
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,7 @@ import pytest
 import torch
 from tests.deployment.grid import NAMES
 from tests.deployment.test_columns import RELEASED, table
-from tests.test_combinations import COLUMNS
 
-from fedpact import algorithms
-from fedpact.common.errors import PlanError
 from fedpact.common.messages import EVALUATION, Reply, Task, from_bytes
 from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
@@ -108,17 +105,3 @@ def test_masked_site_answers_evaluations_in_the_clear(make, tmp_path):
         assert site.ledger.length == 1  # opened
         assert isinstance(from_bytes(site.handle(asked)), Reply)
         assert not site.ledger.spent(site.run)
-
-
-@pytest.mark.parametrize("algorithm", algorithms.names())
-def test_every_plan_goes_with_it(algorithm):
-    """Whatever is taken without it is taken with it, and the other way round."""
-    for tables in COLUMNS.values():
-        outcomes = []
-        for held in ({}, {"evaluation": HELD}):
-            try:
-                Plan.parse({"algorithm": algorithm, **tables, **held})
-                outcomes.append("")
-            except PlanError as error:
-                outcomes.append(str(error))
-        assert outcomes[0] == outcomes[1]

@@ -1,7 +1,6 @@
 """A deployment's evaluations: released with noise, charged, and exact nowhere but at the site."""
 
 import json
-import math
 import shutil
 import struct
 
@@ -14,10 +13,10 @@ from typer.testing import CliRunner
 from fedpact.cli.commands import deploy as command
 from fedpact.cli.main import app
 from fedpact.common.errors import LedgerError, PlanError, PolicyRefused
-from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes
 from fedpact.deployment.admission import LedgerRegistry
 from fedpact.deployment.local import inspect_deployment
-from fedpact.deployment.site import Site, answer
+from fedpact.deployment.site import Site
 from fedpact.deployment.site_evaluation import _examiner_key
 from fedpact.deployment.site_records import own_records
 from fedpact.evaluation.held_out import digest_records
@@ -25,8 +24,6 @@ from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT, SampledGaus
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import CompanionReservation
-from fedpact.report.page import build_headline, write_page
-from fedpact.report.run_summary import read_run
 
 EVALUATION_TABLE = {"share": 0.3, "every": 2, "epsilon": 4.0, "loss_bound": 3.0}
 PLAN = {"rounds": 3, "evaluation": EVALUATION_TABLE}
@@ -180,23 +177,6 @@ def test_it_answers_once_and_repeats_its_answer(evaluated):
         assert spent(site) == 2
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"vectors": {"w": torch.zeros(5)}},
-        {"vectors": {"w": torch.full((650,), math.nan)}},
-        {"numbers": {"lr": 0.1}},
-        {"number": 0},
-    ],
-)
-def test_a_question_of_another_form_is_refused_without_a_charge(evaluated, wrong):
-    with Site(evaluated) as site:
-        refusal = from_bytes(answer(site, to_bytes(ask(site, **wrong)))[0])
-        assert isinstance(refusal, Refusal)
-        assert refusal.code == "task"
-        assert spent(site) == 0
-
-
 def test_a_site_that_holds_nothing_out_answers_no_such_question(site_dir, capsys):
     with Site(site_dir) as site:
         assert from_bytes(site.handle(ask(site))).code == "task"
@@ -342,22 +322,6 @@ def test_a_false_reply_is_rejected_and_others_are_evaluated(federate):
     found = run.summary["evaluation"]
     assert found["unevaluated"] == {"site-00": "rejected: far off"}
     assert [*found["sites"]] == ["site-01", "site-02"]
-
-
-def test_the_report_says_what_was_released_or_what_to_declare(ran, make, tmp_path, federate):
-    (ran.directory / "server" / "test.npz").unlink(missing_ok=True)
-    page = write_page(read_run(ran.directory / "server" / "run")).read_text()
-    assert "As sites released it, after round 3" in page
-    plain = federate({}, "plain")
-    (plain.directory / "server" / "test.npz").unlink()
-    plain()
-    found = read_run(plain.directory / "server" / "run")
-    page = write_page(found).read_text()
-    assert "no round was evaluated" not in page.lower()
-    assert "[evaluation] share = 0.2" in page
-    assert any(
-        "neither a public test set nor [evaluation]" in card.note for card in build_headline(found)
-    )
 
 
 def test_init_says_what_to_declare(tmp_path, capsys):

@@ -4,7 +4,6 @@ A site's answers are held against the server's: equal files, equal predictions.
 """
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from fedpact.deployment import final_model
 from fedpact.deployment.final_model import (
     FinalModel,
     describe_ending,
-    find_published_model,
     read_ending,
 )
 from fedpact.deployment.local import inspect_deployment
@@ -137,15 +135,6 @@ def test_a_site_with_its_own_head_keeps_its_own_model(federate):
     load(run.nodes[0].directory)
     with pytest.raises(DataError, match="its own head"):
         load(run.directory / "server")
-
-
-def test_a_site_directly_below_the_root_is_given_a_model(tmp_path):
-    """As in a container."""
-    model = tmp_path / "model.safetensors"
-    model.touch()
-    assert find_published_model(Path("/party"), "r", model) == model
-    with pytest.raises(PlanError, match=r"^/server/run/model\.safetensors does not exist"):
-        find_published_model(Path("/party"), "r", None)
 
 
 def test_model_of_wrong_shape_is_refused(site_dir):

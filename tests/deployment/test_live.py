@@ -309,15 +309,6 @@ def test_status_once_as_json_and_for_no_run(finished, tmp_path):
             snapshot.create_server(finished.folder, taken)
 
 
-def test_ctrl_c_ends_it_without_a_traceback(finished, monkeypatch, capsys):
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(snapshot.ThreadingHTTPServer, "serve_forever", interrupted)
-    snapshot.watch(finished.folder, 0, as_json=False)
-    assert capsys.readouterr().out.endswith("ended\n")
-
-
 def test_labels_are_escaped_and_infinity_has_a_name():
     told = {
         "kind": "site", "name": 'a"b\\c', "run": "r", "round": 1, "rounds": 2, "answers": 3,

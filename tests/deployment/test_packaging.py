@@ -72,20 +72,6 @@ def lint(dockerfile):
     return wrong + [names for names in copied if "." in names] + ["ADD"] * ("ADD" in dict(steps))
 
 
-@pytest.mark.parametrize(
-    ("form", "command"),
-    [
-        ("compose", "docker compose up"),
-        ("helm", "`helm/README.md`"),
-        ("systemd", "systemctl enable --now fedpact-site@NAME"),
-    ],
-)
-def test_the_readme_says_how_to_start_each_form(packaged, form, command):
-    text = (packaged(form) / "README.md").read_text()
-    assert command in text
-    assert text.count("## With ") == 1
-
-
 def test_images_run_no_root_and_install_by_hash(packaged):
     beside = packaged("compose")
     text = (beside / "Dockerfile").read_text()
@@ -171,14 +157,6 @@ def test_a_site_keeps_its_name_when_its_files_are_moved(make, tmp_path):
         found = SiteSettings.read(where / "sites" / name)
         assert (found.name, found.data_set) == (name, name)
         assert (found.ledger, found.records) == ("ledger/ledger.jsonl", "records/records.npz")
-
-
-def test_compose_takes_words_of_yaml_for_names(tmp_path):
-    names = {"no", "on", "null", "1e3", "007"}
-    sites = {name: tmp_path / "sites" / name for name in names}
-    packaging._write_compose(tmp_path / "compose.yaml", sites)
-    found = yaml.safe_load((tmp_path / "compose.yaml").read_text())
-    assert found["services"].keys() == {"server", *names}
 
 
 def test_parties_with_like_names_have_labels_of_their_own():
@@ -388,9 +366,3 @@ def test_built_wheel_runs_a_federation(tmp_path, flower):
         assert done.returncode == 0, done.stderr
     assert (where / "deploy.lock").exists()
     assert "round 1" in done.stdout
-
-
-def test_systemd_installs_what_the_lock_file_has(packaged):
-    where = packaged("systemd")
-    assert "--require-hashes -r deploy.lock" in (where / "README.md").read_text()
-    assert (where / "deploy.lock").exists()

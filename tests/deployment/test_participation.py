@@ -100,22 +100,6 @@ def test_restarted_server_continues_the_same_draws(federate):
         assert charged(node) == own(plan, node.directory.name)
 
 
-def test_never_drawn_site_reopens_with_the_final_model(federate):
-    """It has reserved nothing, and what it leaves behind does not say that it has released."""
-    run = federate(None, rounds=1, sites_per_round=1)
-    run()
-    for node in run.nodes:
-        drawn = own(node.site.plan, node.directory.name) == [1]
-        assert (charged(node) == [1]) == drawn
-        assert (run.summary["epsilon"][node.directory.name] > 0) == drawn
-        assert (node.directory / "run" / "model.safetensors").exists()
-        node.site.close()
-        (node.directory / "flower").mkdir(exist_ok=True)
-        (node.directory / "flower" / "node").touch()
-        with Site(node.directory) as again:
-            assert again.ledger.runs == ((again.run,) if drawn else ())
-
-
 def test_an_evaluation_asks_all_sites(federate):
     held = {"share": 0.3, "every": 2, "epsilon": 4.0}
     run = federate(None, **PLAN | {"rounds": 3}, evaluation=held)
@@ -159,12 +143,6 @@ def test_fewer_sites_than_replies_that_a_round_needs_are_refused(make, tmp_path)
     path.write_text("\n".join(lines))
     with pytest.raises(PlanError, match=r"sites_per_round = 2.*least_replies = 3"):
         Site(path.parent)
-
-
-def test_more_than_there_are_are_refused_when_files_are_written(make, tmp_path):
-    with pytest.raises(PlanError, match="sites_per_round is 4 with 3 sites"):
-        make(tmp_path / "d", None, rounds=2, sites_per_round=4)
-    assert Plan.parse({"sites_per_round": 4}).sites_per_round == 4
 
 
 @pytest.mark.parametrize(

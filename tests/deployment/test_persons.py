@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.torch import save_file
 from tests.deployment.grid import stored
 from tests.privacy.test_persons import table
 
@@ -13,12 +12,11 @@ from fedpact.common.errors import PlanError
 from fedpact.common.messages import Task
 from fedpact.deployment.federation import Federation, read_plan
 from fedpact.deployment.site import Site
-from fedpact.deployment.site_evaluation import personalise_site
 from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.setup import SimulationSetup
-from fedpact.simulation.simulate import of_run, simulate
+from fedpact.simulation.simulate import simulate
 
 
 @pytest.fixture(scope="module")
@@ -140,22 +138,3 @@ def test_without_names_no_person_is_protected(of_persons):
     path.write_text(path.read_text().replace('person = "person"', '# person = "person"'))
     with pytest.raises(PlanError, match="no person: name the column"):
         Site(directory)
-
-
-@pytest.mark.slow
-def test_tuning_keeps_a_persons_records_together(make, visits, tmp_path, monkeypatch):
-    """Deployed and simulated, of a plan that protects records; test_tuning says how."""
-    monkeypatch.setattr("fedpact.evaluation.personal.WEIGHTS", (1.0,))
-    asked = {"data": visits, "label": "sick", "person": "patient_id", "sites": 2, "rounds": 1}
-    asked |= {"privacy": {"accountant": "rdp"}}
-    home = make(tmp_path / "d", **asked) / "sites" / "site-00"
-    plan, final = read_plan(home / "plan.json"), tmp_path / "model.safetensors"
-    workshop = Federation.read(home / "federation.toml").workshop(plan, home)
-    save_file(workshop.module().state_dict(), final)
-    told = personalise_site(home, final).figures.advice
-    assert "persons are too few" in told
-    held_out = plan.partition.model_copy(update={"held_out": 0.5})
-    simulated = plan.model_copy(update={"partition": held_out})
-    simulate(simulated, tmp_path / "s")
-    for figures in of_run(tmp_path / "s")["sites"].values():
-        assert "persons are too few" in figures["advice"]

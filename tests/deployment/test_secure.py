@@ -23,7 +23,7 @@ from tests.deployment.grid import (
     stored,
 )
 
-from fedpact.common.errors import DataError, PlanError, PolicyRefused
+from fedpact.common.errors import DataError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import Folder
@@ -268,12 +268,6 @@ def test_a_plain_task_is_refused(federation):
     assert stored(nodes[0].directory) is None
 
 
-def test_a_step_of_another_run_is_refused(federation):
-    _, nodes = federation()
-    block, _ = answer(nodes[0].site, to_bytes(Step("another", 1, "site-00", "x", "keys", {})))
-    assert from_bytes(block) == Refusal("another", 1, "site-00", "run")
-
-
 def test_a_step_is_refused_where_the_plan_has_none(federation):
     _, nodes = federation(secure_aggregation={"threshold": 0})
     site = nodes[0].site
@@ -411,26 +405,6 @@ def test_a_session_ends_with_its_slots(federation, monkeypatch):
     assert begun == [1, 3]
     slots = [m.session.partition("/")[2] for m in heard(nodes[0]) if m.step == "masked"]
     assert slots == ["0", "1", "0"]
-
-
-def test_refusing_site_is_asked_with_exponential_backoff(federation):
-    """The others' keys go on meanwhile; once it begins, all is as it was."""
-    run, nodes = federation(rounds=5)
-
-    def behave(message, answer):
-        question = nodes[0].asked
-        if question.step == "keys" and question.round < 4:
-            return nodes[0].forge(
-                message, to_bytes(Refusal(question.run, question.round, "site-00", "policy"))
-            )
-        return answer()
-
-    nodes[0].behave = behave
-    records = run()
-    begun = [number for number, step in steps_of(nodes[0]) if step == "keys"]
-    assert begun == [1, 2, 4]
-    assert [r.refused for r in records[1:]] == [{"site-00": "policy"}] * 3 + [{}] * 2
-    assert [charged(node) for node in nodes] == [4, 10, 10]
 
 
 def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypatch):
@@ -583,14 +557,6 @@ def test_the_run_ends_when_too_few_sites_have_budget_left(federation, least, lef
         assert spent["epsilon_spent"] <= spent["epsilon_reserved"]
 
 
-def test_one_site_without_budget_is_left_out(federation):
-    run, nodes = federation()
-    nodes[0].spend(101, 102)
-    records = run()
-    assert [record.refused for record in records[1:]] == [{"site-00": "budget"}] * 2
-    assert run.summary["status"] == "finished"
-
-
 def lies(node):
     """What a site may send for a masked reply that is none."""
 
@@ -639,13 +605,6 @@ def test_bytes_are_those_that_went_over_the_wire(undisturbed):
             down[from_bytes(block).round] += len(block)
     assert {r.round: r.bytes_up for r in run.records[1:]} == up
     assert {r.round: r.bytes_down for r in run.records[1:]} == down
-
-
-def test_a_threshold_that_the_sites_cannot_have_is_refused(federation, tmp_path):
-    for threshold in (1, 4):
-        with pytest.raises(PlanError, match=f"threshold = {threshold} with 3 sites"):
-            federation(f"d{threshold}", secure_aggregation={"threshold": threshold})
-    assert not (tmp_path / "d1").exists()
 
 
 def test_a_site_whose_owner_did_not_write_honest_takes_no_part(make, tmp_path):

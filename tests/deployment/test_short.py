@@ -86,35 +86,6 @@ def test_a_site_with_another_start_gets_the_servers(federation, undisturbed, pla
     assert torch.equal(model_of(run), model_of(undisturbed(**plan)))
 
 
-def test_under_secure_aggregation_such_sites_miss_a_round(federation):
-    """One has another start; a session's keys are gone with the other's model. The others' sum is
-    opened without it."""
-    run = federation(**SECURE)
-    run.nodes[0].site._checks._received[0] = {"w": torch.ones(650)}
-    node, done = run.nodes[1], []
-
-    def behave(message, answer):
-        step = node.asked
-        if (step.round, step.step) == (3, "masked") and not done:
-            done.append(1)
-            restart(node)
-        return answer()
-
-    node.behave = behave
-    refused = [record.refused for record in run()[1:]]
-    assert refused == [{"site-00": "model"}, {}, {"site-01": "session"}, {}]
-    assert tasks_of(run.nodes[0]) == [(1, START), (2, WHOLE), (3, SHORT), (4, SHORT)]
-    assert tasks_of(node) == [(1, START), (2, SHORT), (3, SHORT), (4, WHOLE)]
-
-
-def test_without_retry_other_starts_get_the_servers_model(federate):
-    choices = {**CHOICES, "patience": {**PATIENCE, "retries": 0}}
-    run = federate(choices, "r", **{**PLAN, **SECURE, "rounds": 1})
-    for node in run.nodes[:2]:
-        node.site._checks._received[0] = {"w": torch.ones(650)}
-    assert [record.refused for record in run()[1:]] == [{}]
-
-
 def test_a_restarted_site_gets_the_whole_model(federation, undisturbed):
     """With or without a reply that was lost before: it is charged once a round, as the others."""
     run = federation()
@@ -167,16 +138,6 @@ def test_a_restarted_server_continues_with_differences(federation, undisturbed):
         assert tasks_of(node)[-2:] == [(3, SHORT), (4, SHORT)]
         assert charged(node) == 8
     assert torch.equal(model_of(run), model_of(undisturbed()))
-
-
-def test_all_restarted_sites_get_the_whole_model(federation, undisturbed):
-    run = federation(**SECURE)
-    server_dies(run)
-    for node in run.nodes:
-        restart(node)
-    assert [record.refused for record in run()[1:]] == [{}] * 4
-    assert [charged(node) for node in run.nodes] == [8, 8, 8]
-    assert torch.equal(model_of(run), model_of(undisturbed(**SECURE)))
 
 
 def test_changes_that_are_none_cost_nothing(federation):

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 import fedpact
-from fedpact.common.errors import DataError
 from fedpact.data.cells import Columns
 from fedpact.data.inputs import table_of
 from fedpact.data.load import load_site
@@ -98,19 +97,6 @@ def test_a_sites_file_has_numbers_in_their_own_units(make, tmp_path):
 
 def plan_of(site):
     return Plan.parse(json.loads((site / "plan.json").read_text(encoding="utf-8")))
-
-
-def test_undeclared_input_of_a_federation_is_refused(make, tmp_path):
-    several = _asked(tmp_path, {"kind": "multi_label"}, y=SEVERAL)
-    site = make(tmp_path / "m", **several) / "sites" / "site-00"
-    np.savez(site / "records.npz", x=X, y=SEVERAL[:, :1])
-    with pytest.raises(DataError, match=r"there are 2 labels, 0, 1: expected \[n, 2\]"):
-        own_records(SiteFiles.read(site))
-    masks = _asked(tmp_path, {"kind": "segmentation"}, IMAGES, "segmenter", y=IMAGES[:, 0] > 0)
-    site = make(tmp_path / "p", **masks) / "sites" / "site-00"
-    np.savez(site / "records.npz", x=IMAGES, y=IMAGES[:, 0, :2] > 0)
-    with pytest.raises(DataError, match=r"shape \(2, 4\) beside .* takes .* \(4, 4\)"):
-        own_records(SiteFiles.read(site))
 
 
 def test_a_sites_table_has_token_lists_of_any_length_and_name(make, tmp_path):

@@ -6,14 +6,10 @@ import math
 import os
 import re
 import stat
-import sys
 import tomllib
 from dataclasses import replace
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from tests.deployment.conftest import Forked
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
@@ -81,12 +77,6 @@ def test_names_and_figures_of_any_form_are_read_back(written):
     assert site["label"] == 'ill "yes"'
 
 
-def test_a_policy_says_how_it_is_approved(site_dir):
-    text = " ".join((site_dir / "policy.toml").read_text().replace("#", "").split())
-    assert "with different names, 0 to 2, must sign" in text
-    assert "`fedpact deploy approve`" in text
-
-
 def test_files_with_a_byte_order_mark_are_read(deployment, site_dir):
     """As some editors write them."""
     for path in deployment.rglob("*.toml"):
@@ -116,17 +106,6 @@ def test_secrets_are_for_their_owner_only_and_no_two_are_alike(written):
     assert len(secret) == 3 * 2 + 3 + 1
     assert {stat.S_IMODE(path.stat().st_mode) for path in secret} == {0o600}
     assert len({path.read_bytes() for path in secret}) == len(secret)
-
-
-def test_server_certificate_is_signed_and_names_the_host(make, tmp_path):
-    directory = make(tmp_path / "d", {"host": "10.1.2.3"})
-    server = x509.load_pem_x509_certificate((directory / "server" / "tls.crt").read_bytes())
-    authority = x509.load_pem_x509_certificate((directory / "server" / "ca.crt").read_bytes())
-    server.verify_directly_issued_by(authority)
-    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert "10.1.2.3" in map(str, names.get_values_for_type(x509.IPAddress))
-    key = load_pem_private_key((directory / "server" / "tls.key").read_bytes(), None)
-    assert key.public_key() == server.public_key()
 
 
 def test_the_policy_allows_this_run_once_and_names_its_noise(written):
@@ -176,14 +155,6 @@ def test_smallest_sigma_is_of_the_sites_own_noise():
     assert written[1] * math.sqrt(2) == pytest.approx(written[0], rel=0.01)
 
 
-def test_every_comment_names_a_setting_that_is_there(written):
-    """Every line of the owner's files is a comment, a table's head, or a key that is read."""
-    for name in ("site.toml", "policy.toml"):
-        text = (written / "sites" / "site-00" / name).read_text()
-        tomllib.loads(text)
-        assert text.startswith("# ")
-
-
 def test_sites_with_records_of_their_own(make, tmp_path):
     """--no-records: the owner names a file, here a table with other columns' names."""
     directory = make(tmp_path / "d", {"records": False})
@@ -223,16 +194,6 @@ def test_a_choice_that_does_not_fit_leaves_nothing(tmp_path, choice, told):
     assert not list((tmp_path / "d").glob("*"))
     # What was wrong is put right in the same place.
     assert write_deployment(tmp_path / "d", plan, Choices()).address == "127.0.0.1:8443"
-
-
-def test_what_does_not_fit_leaves_a_folder_as_it_was(tmp_path):
-    """Also a link to one, which cannot be removed and made again."""
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to("real")
-    with pytest.raises(PlanError, match="retries"):
-        write_deployment(tmp_path / "link", Plan.parse({}), Choices(patience={"retries": -1}))
-    assert not list((tmp_path / "real").iterdir())
-    assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o700
 
 
 def test_nothing_is_written_over(written):
@@ -313,35 +274,6 @@ def test_the_server_shows_what_each_site_has_spent(deployment):
         assert f"{epsilon:g}" in line
 
 
-class Nowhere:
-    def find_spec(self, name, path=None, target=None):
-        if name == "flwr" or name.startswith("flwr."):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def start_without_flower():
-    """As where it is not installed: whoever may have loaded it is loaded anew."""
-    loads_it = "flwr", "fedpact.cli", "fedpact.deployment", "fedpact.simulation.machine"
-    for name in [name for name in sys.modules if name.startswith(loads_it)]:
-        del sys.modules[name]
-    sys.meta_path.insert(0, Nowhere())
-    import fedpact.simulation.machine
-    from fedpact.cli.main import main
-
-    fedpact.simulation.machine.find_spec = lambda _: None
-    main()
-
-
-def test_everything_else_works_without_flower(tmp_path):
-    arguments = "deploy", "init", str(tmp_path / "d")
-    done = Forked(start_without_flower, tmp_path / "out.txt", *arguments)
-    done.wait()
-    told = done.log.read_text()
-    assert done.poll() == 2
-    assert told.startswith("fedpact: a deployment needs Flower")
-    assert "pip install 'fedpact[deploy]'" in told
-
-
 def test_block_survives_the_codec_and_other_data_is_refused(monkeypatch):
     monkeypatch.setattr(flower_records, "PIECE", 128)
     block, signature = bytes(range(256)) * 5, b"signed"
@@ -367,14 +299,6 @@ def test_a_signature_holds_for_one_block_one_purpose_and_one_key(written):
     assert not keys.is_signed(key.public_key(), "task for a", b"block", b"")
     # The end of the purpose cannot be moved into the block.
     assert not keys.is_signed(key.public_key(), "task", b" for a\0block", signature)
-
-
-def test_invalid_keys_are_reported_separately(written, tmp_path):
-    (tmp_path / "key").write_text("no key")
-    with pytest.raises(InputError, match="cannot be read"):
-        keys.read_private_key(tmp_path / "key")
-    with pytest.raises(InputError, match="not an OpenSSH public key"):
-        keys.public_key("ssh-rsa nonsense")
 
 
 def test_without_records_no_count_is_published(make, tmp_path):
