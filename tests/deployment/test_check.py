@@ -404,26 +404,6 @@ def test_a_table_of_another_form_is_one_problem(sites, tmp_path, form, told):
     assert told in problem
 
 
-def test_cells_that_are_no_numbers_are_described(sites, tmp_path):
-    found = [{**row, "lactate": row["lactate"].replace(".", ",")} for row in rows()]
-    for row in found:
-        row["age"] = f"2024-01-{int(row['age']) % 28 + 1:02}"
-    _, (home,) = sites(write_rows(tmp_path / "own.csv", found))
-    remarks = " ".join(check_site(home).remarks)
-    # In the one form or the other: that is no other unit.
-    for row in found[::3]:
-        row["lactate"] = row["lactate"].replace(",", ".")
-    for row in found[1::3]:
-        row["lactate"] = row["lactate"].replace(",", ".")
-    write_rows(tmp_path / "own.csv", found)
-    checked = check_site(home)
-    told = f"lactate: {len(found[2::3])} cells are no numbers: numbers with decimal commas"
-    assert any(told in remark for remark in checked.remarks)
-    assert not checked.mends
-    assert "lactate: text, declared as numbers: numbers with decimal commas" in remarks
-    assert "age: dates, declared as numbers: Write days since a fixed day" in remarks
-
-
 def test_two_sites_with_one_file_are_told(sites, tmp_path):
     table = write_rows(tmp_path / "own.csv", rows())
     where, _ = sites(table, table)

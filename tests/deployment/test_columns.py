@@ -16,7 +16,6 @@ from fedpact.api import load
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import Reply
 from fedpact.deployment import federation
-from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site
 from fedpact.deployment.store import LastReply
@@ -40,26 +39,6 @@ def table(path, n=90):
         ward = rng.choice(["A", "B", "C", "D", ""])
         rows.append([age, f"{rng.normal(25, 5):.2f}", ward, rng.choice(["no", "yes"])])
     return str(write_csv(path, ["age", "bmi", "ward", "out"], *rows))
-
-
-def test_site_reads_its_table_and_reports_wide_columns(make, tmp_path, caplog):
-    data = table(tmp_path / "t.csv")
-    declared = {**DECLARED, "bmi": {"range": [10, 60], "clamp": True}}
-    directory = make(
-        tmp_path / "d", {"records": False}, data=data, label="out", records={"columns": declared}
-    )
-    home = directory / "sites" / NAMES[0]
-    federation = Federation.read(home / "federation.toml")
-    assert federation.records.columns["ward"].other == "C"
-    read_from(data, home)
-    caplog.clear()
-    with Site(home) as site:
-        records = site._records._records
-        assert records.x.shape == (90, 5)
-        assert records.x[:, 2:].sum(1).tolist() == [1.0] * 90
-    # By the declaration: 60, not the widest value that this site has.
-    assert "bmi (60)" in caplog.text
-    assert "federation.toml" in caplog.text
 
 
 def test_site_drops_records_with_undefined_scaled_values(make, tmp_path, caplog):

@@ -17,7 +17,6 @@ from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes
 from fedpact.deployment.admission import LedgerRegistry
 from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
-from fedpact.deployment.site_evaluation import _examiner_key
 from fedpact.deployment.site_records import own_records
 from fedpact.evaluation.held_out import digest_records
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT, SampledGaussian, epsilon
@@ -259,30 +258,6 @@ def test_a_lost_secret_is_not_replaced(evaluated):
         pass
 
 
-def test_each_run_on_a_ledger_draws_its_own_secret(evaluated):
-    """The ledger adds the two up, whichever records each of them holds out."""
-    with Site(evaluated) as site:
-        first = site.run
-        site.take_part()
-        alone = site.ledger.total()
-    (evaluated / "held-out.key").unlink()
-    for name, old, new in (
-        ("federation.toml", f'run = "{first}"', 'run = "another"'),
-        ("policy.toml", "epsilon_ever = ", "epsilon_ever = 1"),
-        ("policy.toml", "delta_ever = 1e-05", "delta_ever = 3e-05"),
-    ):
-        text = (evaluated / name).read_text()
-        assert old in text
-        (evaluated / name).write_text(text.replace(old, new))
-    with Site(evaluated) as site:
-        site.take_part()
-        assert site.ledger.total() == pytest.approx((2 * alone[0], 2 * alone[1]), rel=1e-12)
-    # The run that has promised evaluations by it needs the same one.
-    (evaluated / "held-out.key").unlink()
-    with pytest.raises(LedgerError, match="evaluations of run another"):
-        _examiner_key(evaluated, evaluated / "ledger.jsonl", "another")
-
-
 def test_its_owner_sees_the_exact_figures_and_the_server_none(ran, capsys):
     site, server = ran.directory / "sites" / "site-01", ran.directory / "server"
     figures = inspect_deployment(site)["own_figures"]
@@ -322,15 +297,3 @@ def test_a_false_reply_is_rejected_and_others_are_evaluated(federate):
     found = run.summary["evaluation"]
     assert found["unevaluated"] == {"site-00": "rejected: far off"}
     assert [*found["sites"]] == ["site-01", "site-02"]
-
-
-def test_init_says_what_to_declare(tmp_path, capsys):
-
-    given = ["sites=2", "rounds=2", "privacy.accountant=rdp"]
-    command.init(tmp_path / "d", None, given)
-    assert "declare [evaluation] share = 0.2" in capsys.readouterr().out
-    masked = [*given, "secure_aggregation.threshold=2", "sites=3"]
-    command.init(tmp_path / "e", None, masked)
-    told = " ".join(capsys.readouterr().out.split())
-    assert "declare [evaluation] share = 0.2" in told
-    assert "with releases = [] they release nothing" in told

@@ -2,7 +2,6 @@
 way in without a key, with another authority's certificate, or over plain HTTP."""
 
 import json
-import shlex
 import socket
 import ssl
 import urllib.error
@@ -22,8 +21,6 @@ from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
-from fedpact.report.page import repeat
-from fedpact.report.run_summary import read_run
 from fedpact.simulation.simulate import simulate
 
 PLAN = {"rounds": 3, "sites": 2, "settings": {"local_steps": 4}}
@@ -218,16 +215,6 @@ def entries(path):
     ]
 
 
-def check_that_what_its_report_prints_repeats_it(directory, elsewhere):
-    found = read_run(directory / "server" / "run")
-    command, words = repeat(found)
-    assert "a simulation repeats the run" in words
-    arguments = shlex.split(command)
-    assert arguments[:2] == ["fedpact", "run"]
-    result = simulate(Plan.read(Path(arguments[2])), elsewhere)
-    check_the_model_bit_for_bit(directory, result)
-
-
 def check_that_strangers_did_not_get_in(directory, knocked):
     for name in ("unknown key", "wrong certificate"):
         told, code = knocked[name]
@@ -297,7 +284,6 @@ def test_a_federation_of_processes(make, tmp_path, monkeypatch):
     check_the_model_bit_for_bit(directory, in_process)
     check_every_round(directory, in_process)
     check_the_ledgers_entry_by_entry(directory, in_process)
-    check_that_what_its_report_prints_repeats_it(directory, tmp_path / "again")
     check_that_strangers_did_not_get_in(directory, knocked)
     check_that_every_party_states_how_the_run_ended(directory)
     check_that_the_logs_say_what_each_round_took(directory)

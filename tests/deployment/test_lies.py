@@ -84,13 +84,6 @@ def test_a_number_that_no_honest_site_says(federation, about):
         run.refused()
 
 
-def test_the_other_site_alone_makes_the_round(federation):
-    run, nodes = federation(2, algorithm="ldp_fedsgd", settings={})
-    telling(nodes[0], lambda _, reply: {"numbers": {**reply.numbers, "batch_size": 0.0}})
-    assert run.refused() == [{"site-00": "rejected: far off"}] * 2
-    assert run.summary["status"] == "finished"
-
-
 def test_site_with_less_budget_does_not_end_the_run(federation):
     """In the first round it is the terms' number; later on arithmetic, whatever a site says."""
     run, nodes = federation(2, algorithm="ali_dpfl", settings={"iterations": 4}, rounds=4)

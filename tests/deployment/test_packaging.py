@@ -149,16 +149,6 @@ def test_compose_gives_each_party_what_it_needs_and_no_more(packaged):
         assert where / mounts["/party/ledger"]["source"] == home / "ledger"
 
 
-def test_a_site_keeps_its_name_when_its_files_are_moved(make, tmp_path):
-    names = ("ledger.jsonl", "records.npz")
-    where = make(tmp_path / "d", {"names": names}, sites=2)
-    packaging.write_package(where, "compose", 8443)
-    for name in names:
-        found = SiteSettings.read(where / "sites" / name)
-        assert (found.name, found.data_set) == (name, name)
-        assert (found.ledger, found.records) == ("ledger/ledger.jsonl", "records/records.npz")
-
-
 def test_parties_with_like_names_have_labels_of_their_own():
     names = ["server", "Ward 1", "ward-1", "ward_1", "ward-1-2", "Server", "病院", "x" * 90]
     labels = packaging._labels(names)

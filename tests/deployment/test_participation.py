@@ -78,28 +78,6 @@ def test_site_refuses_a_round_it_was_not_drawn_for(make, tmp_path):
         assert isinstance(from_bytes(site.handle(task)), Reply)
 
 
-def test_restarted_server_continues_the_same_draws(federate):
-    """And a drawn site that is absent is missing, without a substitute."""
-    run = federate({"patience": {"start_sites": 2}}, **PLAN, **FLOATS)
-    away, *others = run.nodes
-    away.here = False
-
-    def end(record):
-        if record.round == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(on_round=end)
-    records, plan, name = run(), away.site.plan, away.directory.name
-    assert run.summary["status"] == "finished"
-    for record in records[1:]:
-        assert tuple(record.asked) == plan.participants(NAMES).of(record.round)
-        assert record.refused == ({name: "absent"} if name in record.asked else {})
-    assert charged(away) == []
-    for node in others:
-        assert charged(node) == own(plan, node.directory.name)
-
-
 def test_an_evaluation_asks_all_sites(federate):
     held = {"share": 0.3, "every": 2, "epsilon": 4.0}
     run = federate(None, **PLAN | {"rounds": 3}, evaluation=held)

@@ -5,11 +5,9 @@ import json
 from contextlib import closing, suppress
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from scipy import stats
 from tests.deployment.grid import (
     FLOATS,
     NAMES,
@@ -25,7 +23,6 @@ from tests.deployment.grid import (
 
 from fedpact.common.errors import DataError, PolicyRefused
 from fedpact.common.messages import Refusal, Reply, Step, Task, from_bytes, to_bytes
-from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import Folder
 from fedpact.deployment.site import Site, answer
 from fedpact.deployment.store import Store, StoreSlot
@@ -33,9 +30,9 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.privacy.ledger.reservations import spend_of
 from fedpact.privacy.oracle import PrivateOracle
 from fedpact.simulation.secure_aggregation import client as site_module
-from fedpact.simulation.secure_aggregation import messages, transport
-from fedpact.simulation.secure_aggregation.encoding import RoundedMean, SharedSum, bits
-from fedpact.simulation.secure_aggregation.session import BelowThreshold, Session
+from fedpact.simulation.secure_aggregation import messages
+from fedpact.simulation.secure_aggregation.encoding import SharedSum, bits
+from fedpact.simulation.secure_aggregation.session import BelowThreshold
 from fedpact.simulation.secure_aggregation.transport import Attempts
 from fedpact.simulation.secure_aggregation.words import centre_words
 from fedpact.simulation.simulate import simulate
@@ -129,64 +126,6 @@ def test_it_charges_the_same_as_the_run_without_it(undisturbed):
         assert steps_of(node) == [(1, s) for s in [*AHEAD, *SUM]] + [(2, s) for s in SUM]
 
 
-def sum_of_a_slot(sites, session, tasks, listed):
-    """What a server has of a slot, as words, when it asks each site for a task of its own.
-
-    listed: who is asked to agree to a list of all, and to open; () asks all to open at once.
-    """
-    site = next(iter(sites.values()))
-    this = session.slot(1, site._masker._coding)
-
-    def ask(name, question):
-        return from_bytes(answer(sites[name], to_bytes(question))[0], 200)
-
-    for name, question in this.ask_masked(tasks).items():
-        this.take_masked(name, messages.reply_in(ask(name, question)))
-    if not listed:
-        for name, question in this.ask_open().items():
-            this.take_opened(name, ask(name, question))
-        return this.total()
-    this.attempt = tasks[listed[0]].attempt
-    for name, question in this.ask_consistency().items():
-        if name in listed:
-            this.take_consistency(name, ask(name, question))
-    for name, question in this.ask_unmask().items():
-        this.take_opened(name, ask(name, question))
-    return this.total()
-
-
-@pytest.mark.parametrize("listed", [(), NAMES_OF_FIVE[1:]])
-def test_a_sum_of_two_attempts_stays_masked(federation, listed):
-    """One site is asked for new noise, the others for the old: sums that differ by its own alone.
-
-    Where all are asked for one attempt, first, the same steps open the sum of their replies. A
-    number of what stays masked is uniform, by a test that fails with probability 1e-6.
-    """
-    _, nodes = federation(**SHARED_BY_FIVE, sites=5, settings={"local_steps": 1})
-    sites = {node.site.name: node.site for node in nodes}
-    site = sites["site-00"]
-    masker, method = site._masker, site.plan.method
-    w = FlatModel(site.files.workshop.module()).vector
-    told = method.task(method.init(w))
-    session = Session.of(site.run, 1, masker._peers, masker._circle, 20)
-    for step in ("keys", "shares", "roster"):
-        for name, question in getattr(session, f"ask_{step}")().items():
-            given = from_bytes(answer(sites[name], to_bytes(question))[0], 200)
-            getattr(session, f"take_{step}")(name, given)
-    task = Task(site.run, 1, method.name, dict(told.vectors), dict(told.numbers), included=-1)
-    for attempt in (0, 1):
-        tasks = {name: replace(task, attempt=attempt if name == "site-00" else 0) for name in sites}
-        total = sum_of_a_slot(sites, session, tasks, listed)
-        coding = masker._coding
-        own = sum(coding.encode(task, _stored(one)).astype(np.uint64) for one in sites.values())
-        mask = (total.astype(np.uint64) - own) % 2 ** bits(masker._coding.terms)
-        if attempt == 0:
-            assert not mask.any()
-        else:
-            uniform = mask / 2.0 ** bits(masker._coding.terms)
-            assert stats.kstest(uniform, "uniform").pvalue > 1e-6
-
-
 def _stored(site):
     return from_bytes(stored(site.files.directory).partition(b"\n")[2])
 
@@ -221,40 +160,6 @@ def test_no_message_to_the_server_shows_a_sites_vector(undisturbed):
             words = masked.vectors["masked"].view(torch.int64)
             share = float((words.abs().double() > 2.0**60).double().mean())
             assert share > 0.8
-
-
-def test_masked_replies_with_own_noise_are_short(federation, monkeypatch):
-    """As many bits a coordinate as the statement says, and whole bytes; the opened mean is that of
-    the replies on the sites' disks within its stated error, which is a part of the noise."""
-    run, nodes = federation(compression={"kind": "grid"}, rounds=1, settings={"local_steps": 3})
-    lengths, found, mean = [], [], RoundedMean.mean
-
-    def kept(coding, task, replies, total, layout):
-        found.append((coding, replies, *mean(coding, task, replies, total, layout)))
-        return found[-1][2:]
-
-    def behave(message, answer):
-        given = answer()
-        step = content(given)
-        if step.step == "masked":
-            lengths.append(len(messages.reply_in(step).vectors["masked"]))
-        return given
-
-    monkeypatch.setattr(RoundedMean, "mean", kept)
-    for node in nodes:
-        node.behave = behave
-    run()
-    told = json.loads((run.directory / "server" / "run" / "privacy.json").read_bytes())
-    (coding, replies, state, error), d = found[0], 650
-    assert told["secure_aggregation"]["bits"] == coding.bits <= 24
-    assert lengths == [-(-d * coding.bits // 8)] * 3
-    sent = [_stored(node.site) for node in nodes]
-    total = sum(reply.weight for reply in sent)
-    w = sum(reply.weight / total * reply.vectors["w"].double() for reply in sent)
-    assert sorted(replies) == [reply.site for reply in sent]
-    # And float32's rounding of numbers below 1.
-    assert float((state.vectors["w"] - w).abs().max()) <= error + 2.0**-25
-    assert error < 0.1 * min(3**0.5 * 0.5 * node.site._terms.noise_variance**0.5 for node in nodes)
 
 
 def test_a_plain_task_is_refused(federation):
@@ -310,15 +215,6 @@ def check_mean(run, sites, number=2):
     # float32's rounding of numbers below 2.
     assert float((own.double() - w).abs().max()) <= 2.0**-24
     assert float(own.abs().max()) < 2
-
-
-def test_a_lost_answer_is_requested_again_and_equal(federation):
-    run, nodes = federation()
-    for node, step in zip(nodes, ("shares", "masked", "open"), strict=True):
-        loses(node, step, 1, times=1)
-    records = run()
-    assert [record.refused for record in records] == [{}] * 3
-    assert [charged(node) for node in nodes] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("step", KINDS)
@@ -397,16 +293,6 @@ def test_who_comes_late_or_again_is_in_the_next_sum(federation):
     assert [charged(node) for node in nodes] == [10, 10, 6]
 
 
-def test_a_session_ends_with_its_slots(federation, monkeypatch):
-    monkeypatch.setattr(transport, "SUMS_AHEAD", 2)
-    run, nodes = federation(rounds=3)
-    assert [record.refused for record in run()[1:]] == [{}] * 3
-    begun = [number for number, step in steps_of(nodes[0]) if step == "keys"]
-    assert begun == [1, 3]
-    slots = [m.session.partition("/")[2] for m in heard(nodes[0]) if m.step == "masked"]
-    assert slots == ["0", "1", "0"]
-
-
 def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypatch):
     """All have masked their vectors of round 2 when the server dies, and then every site: the
     stored replies are masked anew, under the same attempt."""
@@ -429,42 +315,6 @@ def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypat
     assert [stored(node.directory) for node in nodes] == kept
     assert [charged(node) for node in nodes] == [4, 4, 4]
     check_mean(run, NAMES)
-
-
-def test_a_wrong_answer_about_keys_excludes_its_site(federation):
-    """One in each round. Had the others been told of such keys, each would refuse the session."""
-    run, nodes = federation(rounds=7)
-    told = []
-
-    def signed(given, key, **changes):
-        place = messages.place_of(given)
-        advert = replace(messages.to_advert(messages.blocks(given)), **changes)
-        blocks = messages.from_advert(advert.sign(key, "site-00", place))
-        return messages.step(place, "site-00", "keys", blocks)
-
-    lies = [
-        lambda given: replace(given, session="x"),
-        lambda given: replace(given, step="masked"),
-        lambda given: replace(given, site="site-01"),
-        lambda given: messages.step(messages.place_of(given), "site-00", "keys", {}),
-        lambda given: signed(given, nodes[1].key),
-        lambda given: signed(given, nodes[0].key, seal=bytes(32)),
-    ]
-
-    def behave(message, answer):
-        given = content(answer())
-        if given.step == "keys" and len(told) < len(lies):
-            given = lies[len(told)](given)
-            told.append(nodes[0].asked.round)
-            nodes[0].since = f"again, {told}"  # so that it is asked in the next round, too
-        return nodes[0].forge(message, to_bytes(given))
-
-    nodes[0].behave = behave
-    refused = [record.refused for record in run()[1:]]
-    assert told == [1, 2, 3, 4, 5, 6]
-    expected = ["stale"] * 3 + ["step"] * 3
-    assert refused == [*({"site-00": f"rejected: {why}"} for why in expected), {}]
-    assert [charged(node) for node in nodes] == [2, 14, 14]
 
 
 def test_space_for_an_opened_sum_is_reserved_before_the_charge(federation, monkeypatch):
@@ -593,18 +443,6 @@ def test_a_bad_masked_reply_is_a_drop_out(federation):
     records = run()
     assert [r.refused for r in records[1:]] == [{"site-00": f"rejected: {w}"} for w in wrong]
     assert run.summary["loss"] < 10
-
-
-def test_bytes_are_those_that_went_over_the_wire(undisturbed):
-    run = undisturbed["secure"]
-    up, down = {1: 0, 2: 0}, {1: 0, 2: 0}
-    for node in run.nodes:
-        for block in node.said:
-            up[from_bytes(block).round] += len(block)
-        for block in node.heard:
-            down[from_bytes(block).round] += len(block)
-    assert {r.round: r.bytes_up for r in run.records[1:]} == up
-    assert {r.round: r.bytes_down for r in run.records[1:]} == down
 
 
 def test_a_site_whose_owner_did_not_write_honest_takes_no_part(make, tmp_path):

@@ -117,19 +117,6 @@ def test_a_restarted_site_gets_the_whole_model(federation, undisturbed):
     assert torch.equal(model_of(run), model_of(undisturbed()))
 
 
-def test_a_site_with_a_rejected_reply_gets_the_whole_model(federation):
-    """Whoever was absent, or rejected: the server does not know what it has."""
-    run = federation(rounds=3)
-    node, other = run.nodes[:2]
-    node.behave = lambda message, answer: (
-        node.forge(message, b"", key=other.key) if node.asked.round == 2 else answer()
-    )
-    records = run()
-    assert records[2].refused == {"site-00": "rejected: key"}
-    assert tasks_of(node) == [(1, START), (2, SHORT), (3, WHOLE)]
-    assert tasks_of(other)[-1] == (3, SHORT)
-
-
 def test_a_restarted_server_continues_with_differences(federation, undisturbed):
     run = federation()
     server_dies(run)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.deployment.grid import Node, charged
+from tests.deployment.grid import charged
 from tests.deployment.test_columns import RELEASED, table
 
 from fedpact.common.messages import READY, Reply, Task, from_bytes, to_bytes
@@ -101,13 +101,3 @@ def test_a_site_says_that_it_is_ready_at_no_cost(federate):
     assert (said.vectors, said.numbers, said.ledger_length) == ({}, {}, site.ledger.length)
     assert told.startswith("round 0: is ready")
     assert ledgers(run) == before
-
-
-def test_a_restarted_site_is_ready_again(federate):
-    run = federate({"patience": {"retries": 0}}, rounds=1)
-    run.nodes[0].here = False
-    with pytest.raises(TooFewReplies, match="site-00 does not answer"):
-        run()
-    run.nodes[0].site.close()
-    run.nodes[0] = Node(10, run.nodes[0].directory)
-    assert run.refused() == [{}]

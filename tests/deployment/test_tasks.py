@@ -3,18 +3,12 @@
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import fedpact
-from fedpact.data.cells import Columns
-from fedpact.data.inputs import table_of
 from fedpact.data.load import load_site
-from fedpact.data.schema import LabelForm, RecordForm
-from fedpact.data.tables import Roles, read_numbers
-from fedpact.data.targets import token_labels
 from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
@@ -97,25 +91,6 @@ def test_a_sites_file_has_numbers_in_their_own_units(make, tmp_path):
 
 def plan_of(site):
     return Plan.parse(json.loads((site / "plan.json").read_text(encoding="utf-8")))
-
-
-def test_a_sites_table_has_token_lists_of_any_length_and_name(make, tmp_path):
-    pytest.importorskip("pyarrow")
-    asked = _asked(tmp_path, {"kind": "tokens"}, WORDS, "Tagger", y=TAGS)
-    site = make(tmp_path / "d", {"seeds": "test"}, **asked) / "sites" / "site-00"
-    cells = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8], [3], [[1], [2, 3]], [2, 4], "text"]
-    tags = [[1, 0], [1], [0, 1, 0, 1, 0, 1, 0, 1], None, [1], [[1], [1, 0]], [0]]
-    pd.DataFrame({"words": cells[:4], "tags": tags[:4]}).to_parquet(site / "own.parquet")
-    settings = site / "site.toml"
-    text = settings.read_text().replace('"records.npz"', '"own.parquet"\nlabel = "tags"')
-    settings.write_text(text + "\nmost_left_out = 1.0\n")
-    own = own_records(SiteFiles.read(site)).records
-    assert own.x[:, 0].tolist() == [[5, 6, 0, 0, 0, 0], [7, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
-    assert own.y.tolist() == [[1, 0, *[-100] * 4], [1, *[-100] * 5], [0, 1, 0, 1, 0, 1]]
-    form = RecordForm(length=6, target=LabelForm(kind="pixels"))
-    found = table_of("t", Columns({"words": cells, "tags": tags}), Roles("tags"), form)
-    token_labels(found, read_numbers(found, form, "int64"), form, None)
-    assert found.sieve.good.tolist() == [True, True, True, False, False, False, False]
 
 
 def segmenter(shape, classes):

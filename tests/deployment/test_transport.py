@@ -29,7 +29,6 @@ from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site
-from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.secure_aggregation.encoding import Form
 
@@ -164,44 +163,6 @@ def test_late_site_is_asked_with_exponential_backoff(federate, clock):
     assert charged(run.nodes[0]) == 2 * len(asked)
     assert [bool(record.refused) for record in run.records[1:]] == [True] * 7 + [False] * 2
     assert clock.now - began == pytest.approx(3 * 0.6, abs=1.0)
-
-
-def test_a_restarted_site_is_asked_at_once(federation, clock):
-    """Its predecessor took the question with it; that is not waited for."""
-    run, nodes = federation
-    nodes[2].behave = lambda message, answer: None
-    sleep = clock.sleep
-
-    def restart(seconds):
-        sleep(seconds)
-        if nodes[2].since == "first":
-            nodes[2].since, nodes[2].behave = "second", lambda message, answer: answer()
-
-    clock.sleep = restart
-    seconds = waited(clock, nodes, run)
-    assert all(record.refused == {} for record in run.records)
-    # A look at who is there, far below the 0.15 s until any other site is asked again.
-    assert seconds[1] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("federation", [{"start_sites": 2}], indirect=True)
-def test_an_absent_site_is_not_awaited_and_may_join_later(federation, clock):
-    run, nodes = federation
-    nodes[2].here = False
-
-    def then_come(message, answer):
-        nodes[2].here = nodes[0].asked.round >= 2
-        return answer()
-
-    nodes[0].behave = then_come
-    began = clock.now
-    records = run()
-    assert records[1].refused == {"site-02": "absent"}
-    # The 0.2 s for which a start waits for all, and no round's 0.6 s.
-    assert clock.now - began == pytest.approx(0.2, abs=0.11)
-    assert records[3].refused == {}
-    # It is told that nothing of it has been included before.
-    assert from_bytes(nodes[2].heard[0]).included == -1
 
 
 def lies(node):
@@ -459,19 +420,6 @@ def test_too_few_replies_stop_a_run_that_resumes_uncharged(federation):
     assert [record.round for record in run()] == [0, 1, 2, 3]
     # site-00 had replied to round 2 before: it was asked again, and not charged again.
     assert [charged(node) for node in nodes] == [6, 6, 6]
-
-
-def test_the_run_ends_when_every_budget_is_spent(federation):
-    run, nodes = federation
-    for node in nodes:
-        # Two rounds' events are gone already.
-        node.spend(101, 102)
-    records = run()
-    assert run.summary["status"] == "budget"
-    assert [record.round for record in records] == [0, 1]
-    for node in nodes:
-        spent = next(iter(receipt(node.directory / "ledger.jsonl")["runs"].values()))
-        assert spent["epsilon_spent"] <= spent["epsilon_reserved"] == 2.0
 
 
 def test_a_server_killed_while_writing_gets_the_same_replies(federation, monkeypatch):

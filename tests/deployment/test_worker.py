@@ -6,15 +6,11 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
-from tests.deployment.test_site import task_of
 
 from fedpact.common.errors import FedpactError
-from fedpact.common.messages import from_bytes, to_bytes
-from fedpact.deployment.flower import flower_records, site_process
+from fedpact.deployment.flower import site_process
 from fedpact.deployment.site import Site
-from fedpact.simulation.secure_aggregation import keys
 
 
 @pytest.mark.parametrize(
@@ -120,52 +116,3 @@ def test_the_process_ends_once_its_site_has_stopped(site_dir, monkeypatch, links
         with pytest.raises(FedpactError, match="no room"):
             site_process.work(site, site_dir, lambda _: None)
     assert links[0].fetched == 3
-
-
-def test_a_server_that_replays_gets_nothing_new(site_dir, monkeypatch):
-    """An old question, the same twice, one for another site: one charge for each round."""
-    server = keys.read_private_key(site_dir.parents[1] / "server" / "server.key")
-    (site_dir / "flower").mkdir()
-    answers = []
-    with Site(site_dir) as site:
-
-        def question(number, name=site.name):
-            block = to_bytes(task_of(site, number))
-            purpose = keys.signing_context(name, (0, ""), site.agreed)
-            record = flower_records.to_record(
-                block, keys.sign(server, purpose, block), agreed=site.agreed
-            )
-            message = Message(record, 10, "train")
-            # What a SuperLink says of a message is not signed, and changes nothing.
-            message.metadata.__dict__["_message_id"] = "any"
-            return message
-
-        first, second = question(1), question(2)
-        asked = [first, first, second, first, question(3, "site-01")]
-
-        class Link:
-            def __init__(self, *_):
-                pass
-
-            @contextmanager
-            def enter(self, known, on_beat):
-                yield 7
-
-            def next(self):
-                if not asked:
-                    raise OSError("gone")
-                return asked.pop(0)
-
-            def answer(self, message, seconds):
-                answers.append(from_bytes(flower_records.from_record(message.content)[0]))
-
-            def close(self):
-                pass
-
-        monkeypatch.setattr(site_process, "FleetLink", Link)
-        monkeypatch.setattr(site_process, "tls", lambda _: None)
-        site_process.work(site, site_dir, lambda _: None)
-        each = site.plan.method.steps()
-        assert sum(site.ledger.spent(site.run).values()) == 2 * each
-    assert to_bytes(answers[0]) == to_bytes(answers[1])
-    assert [answer.code for answer in answers[3:]] == ["stale", "unsigned"]

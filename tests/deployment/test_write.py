@@ -43,18 +43,6 @@ def test_every_party_has_the_same_plan_and_federation(written):
         assert len({(party / name).read_bytes() for party in parties}) == 1
 
 
-def test_chosen_values_are_read_back(make, tmp_path):
-    waits = {"round_seconds": 7.5, "resend_seconds": 1.25, "join_seconds": 0}
-    patience = Patience(**waits, start_sites=3, least_replies=2, retries=9)
-    directory = make(tmp_path / "d", {"patience": patience, "host": "server.example.org"})
-    found = Federation.read(directory / "server" / "federation.toml")
-    assert found.patience == patience
-    assert found.seeds == "secure"
-    assert found.address.startswith("server.example.org:")
-    assert found.classes == tuple("0123456789")
-    assert read_plan(directory / "server" / "plan.json").rounds == 5
-
-
 def test_names_and_figures_of_any_form_are_read_back(written):
     found = Federation.read(written / "server" / "federation.toml")
     classes = ("> 50\u202f000", "a\\b", "both ' and \"")
