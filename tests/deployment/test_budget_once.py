@@ -381,12 +381,6 @@ def test_a_reply_with_a_shorter_ledger_is_rejected(federation):
     assert run.refused() == [{}, rejected, rejected, {}]
 
 
-def _until(node, number, answer):
-    if node.asked.round == number:
-        raise RuntimeError("the server is killed")
-    return answer()
-
-
 # The owner's policy
 
 

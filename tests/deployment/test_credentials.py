@@ -90,10 +90,6 @@ def of_another_authority(server):
     shutil.copy(server / "other" / "ca.crt", server / "ca.crt")
 
 
-def certificate_for(server, host):
-    keys.write_server_certificate(server.parent / "authority", server, host)
-
-
 def half(path):
     path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // 2])
 

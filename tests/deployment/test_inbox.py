@@ -62,7 +62,7 @@ class Link:
 def grid():
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     found = PromptGrid("https://nowhere:1", None, "token", 1)
-    found._client = Link()
+    found.client = Link()
     return found
 
 
@@ -78,7 +78,7 @@ def blocks(messages):
 
 
 def test_an_answer_that_is_half_sent_holds_up_no_other(grid):
-    link = grid._client
+    link = grid.client
     slow = link.answer(question(7), b"half sent")
     quick = link.answer(question(8), b"all here")
     link.content[b"all here"].set()
@@ -97,7 +97,7 @@ def test_an_answer_that_is_half_sent_holds_up_no_other(grid):
 
 
 def test_a_missing_answer_is_none_and_can_be_requested_again(grid):
-    link = grid._client
+    link = grid.client
     number = link.answer(question(7), b"lost")
     link.PullObject = lambda request: PullObjectResponse(object_found=False)
     while len(link.asked) < 2:
@@ -107,7 +107,7 @@ def test_a_missing_answer_is_none_and_can_be_requested_again(grid):
 
 def test_an_answer_counts_for_the_question_that_it_was_sent_for(grid):
     """Whatever it says inside: a site could settle another's question, with what is none of it."""
-    link = grid._client
+    link = grid.client
     honest = question(8).metadata.message_id
     liars = link.answer(question(7), b"lie", inside=honest)
     link.content[b"lie"].set()

@@ -18,12 +18,6 @@ from fedpact.deployment.site_evaluation import personalise_site
 from fedpact.evaluation import personal
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """One λ is enough to see what is written."""
-    monkeypatch.setattr(personal, "WEIGHTS", (0.01,))
-
-
 def files(directory):
     return {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 

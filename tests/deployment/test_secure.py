@@ -41,8 +41,6 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 FIVE = {"sites": 5, "secure_aggregation": {"threshold": 3}}
 
-NAMES_OF_FIVE = tuple(f"site-0{k}" for k in range(5))
-
 SHARED = {
     "secure_aggregation": {"threshold": 3},
     "privacy": {"trust": "sum", "honest": 2, "epsilon": 2.0},

@@ -58,12 +58,9 @@ class FinalModel:
 
     def keep(self, task: Task) -> None:
         """Store the model received from the server."""
-        module = self.files.workshop.module()
-        FlatModel(module).load(self.own_model(task.vectors["w"], task.included))
         by = task.vectors.get(CONSTANTS)
         columns = None if by is None else name_columns(self.files.plan.records.released, by)
-        said = {"status": HANDED_OVER, "rounds": task.round, **self._cost(task.round)}
-        self._write(module, columns, said)
+        self._write(task.vectors["w"], task.included, columns, HANDED_OVER, task.round)
 
     def bring(self, source: Path | None) -> Path:
         """Import the model from a file, for a site that was away; return its new folder.
@@ -72,16 +69,14 @@ class FinalModel:
         None: the file of a server on this machine. Raises InputError: no such file, or not the
         plan's model.
         """
-        of, module = self.files, self.files.workshop.module()
+        of = self.files
+        module = of.workshop.module()
         path = find_published_model(of.directory, of.federation.run, source)
-        flat = FlatModel(module)
         rounds = read_json_table(path.with_name("summary.json")).get("rounds")
-        w = read_model(path, module, flat)
-        flat.load(self.own_model(w, of.last_round(rounds or of.plan.rounds)))
-        said = {"status": BROUGHT, "rounds": rounds, **self._cost(rounds)}
+        w = read_model(path, module, FlatModel(module))
         names = of.plan.records.released
         columns = read_scales(path.with_name(COLUMNS), names) if names else None
-        self._write(module, columns, said)
+        self._write(w, of.last_round(rounds or of.plan.rounds), columns, BROUGHT, rounds)
         return of.directory / RUN
 
     def own_model(self, w: Tensor, included: int) -> Tensor:
@@ -102,18 +97,19 @@ class FinalModel:
             _log.warning("the final model's summary does not say what the run cost: %s", error)
             runs = {}
         found = spend_of(self.files.federation.run, runs)
-        name = self.files.name
-        if found is None:
-            return {"epsilon": {}, "epsilon_alone": {}, "delta": {}}
         state = "reserved" if may_end_early(self.files.plan, rounds) else "spent"
+        named = {"epsilon": f"epsilon_{state}", "epsilon_alone": f"epsilon_alone_{state}"}
         return {
-            "epsilon": {name: found[f"epsilon_{state}"]},
-            "epsilon_alone": {name: found[f"epsilon_alone_{state}"]},
-            "delta": {name: found["delta"]},
+            name: {self.files.name: found[key]} if found else {}
+            for name, key in {**named, "delta": "delta"}.items()
         }
 
-    def _write(self, module: nn.Module, columns: Any, said: Mapping[str, Any]) -> None:
+    def _write(
+        self, w: Tensor, included: int, columns: Any, status: str, rounds: int | None
+    ) -> None:
         folder, of = Folder(self.files.directory / RUN), self.files.federation
+        module = self.files.workshop.module()
+        FlatModel(module).load(self.own_model(w, included))
         folder.path.mkdir(exist_ok=True)
         # The model is written last: once it exists, the other files do. That of an earlier run goes
         # first, or a site that is killed in between would take it for this run's.
@@ -125,7 +121,8 @@ class FinalModel:
         given.by(stage, self.files.workshop, w).write(folder)
         if columns is not None:
             folder.write_json(COLUMNS, columns)
-        folder.write_json("summary.json", {"run": of.run, "site": self.files.name, **said})
+        said = {"run": of.run, "site": self.files.name, "status": status, "rounds": rounds}
+        folder.write_json("summary.json", said | self._cost(rounds))
         write_whole(folder.path / "model.safetensors", save_tensors(state_of(module)))
 
 

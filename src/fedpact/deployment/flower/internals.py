@@ -100,17 +100,16 @@ class PromptGrid:
         self._closed = threading.Event()
         headers = Headers("flwr-serverapp", lambda _: {TASK_TOKEN_HEADER: token}, self._closed)
         self._url, self._context = url, context
-        self._client = RuntimeHttpClient(url, interceptors=[headers], verify=context)
+        self.client = RuntimeHttpClient(url, interceptors=[headers], verify=context)
         self._run, self._node = run, Node(node_id=SUPERLINK_NODE_ID)
-        # To which messages answers are on their way, and the answers that are here: None, if one
-        # never came in full.
-        self._awaited = set[str]()
+        self._awaited = set[str]()  # to which messages answers are on their way
+        # The answers that are here: None, if one never came in full.
         self._here = queue.SimpleQueue[tuple[str, Message | None]]()
 
     def close(self) -> None:
         """Disconnect, and give up what is being tried again."""
         self._closed.set()
-        self._client.close()
+        self.client.close()
 
     def sockets(self) -> Sequence[int]:
         """Return what sites' connections have carried since the SuperLink began, () if unknown."""
@@ -120,22 +119,19 @@ class PromptGrid:
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         """Return the sites' nodes that are connected."""
-        return self._client.GetNodes(runtime.GetNodesRequest()).nodes
+        return self.client.GetNodes(runtime.GetNodesRequest()).nodes
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages; return their numbers, in their order, "" for one that was not taken."""
         request = runtime.PushAppMessagesRequest
-        told = [_push(self._client, self._node, each, request()) for each in messages]
+        told = [_push(self.client, self._node, each, request()) for each in messages]
         return [number for one in told for number in one.message_ids]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return answers to these messages, or to earlier ones, that have arrived in full."""
         # Of an answer that has been fetched a SuperLink says that there never was any.
-        asked = [number for number in message_ids if number not in self._awaited]
-        fetching = self._fetch_all(asked) if asked else []
-        for thread in fetching:
-            # Most are there in full; then they come with this call.
-            thread.join(_HERE_SECONDS)
+        if asked := [number for number in message_ids if number not in self._awaited]:
+            self._fetch_all(asked)
         found = list[Message]()
         while not self._here.empty():
             number, message = self._here.get()
@@ -144,8 +140,8 @@ class PromptGrid:
                 found.append(message)
         return found
 
-    def _fetch_all(self, asked: list[str]) -> list[threading.Thread]:
-        told = self._client.PullMessages(runtime.PullAppMessagesRequest(message_ids=asked))
+    def _fetch_all(self, asked: list[str]) -> None:
+        told = self.client.PullMessages(runtime.PullAppMessagesRequest(message_ids=asked))
         fetching = list[threading.Thread]()
         for each, tree in zip(told.messages_list, told.message_object_trees, strict=True):
             about = each.metadata.reply_to_message_id
@@ -153,13 +149,15 @@ class PromptGrid:
             arguments = about, each.metadata.message_id, tree
             fetching.append(threading.Thread(target=self._fetch, args=arguments, daemon=True))
             fetching[-1].start()
-        return fetching
+        for thread in fetching:
+            # Most are there in full; then they come with this call.
+            thread.join(_HERE_SECONDS)
 
     def _fetch(self, about: str, number: str, tree: ObjectTree) -> None:
         """Wait for an answer's content, tell Flower that it is here, and put it with the others."""
         message = None
         try:
-            found = _pull(self._client, self._node, self._run, number, tree)
+            found = _pull(self.client, self._node, self._run, number, tree)
             # What it says inside is no more than its sender's word. Under which question it was
             # filed at the SuperLink follows from that question's number, a hash with a signature
             # in it, which only the site that was asked has been told.
@@ -241,13 +239,12 @@ class SuperLink:
         does not hand out the run.
         """
         token = self._token_of(run, secret)
-        client = self._connect(lambda _: {TASK_TOKEN_HEADER: token})
-        alive = runtime.SendTaskHeartbeatRequest()
-        with closing(client), _beats(lambda: client.SendTaskHeartbeat(alive)):
-            given = client.PullTaskInput(runtime.PullTaskInputRequest())
-            TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
-            TaskIdentity.node_id = given.context.node_id
-            with closing(PromptGrid(self._url, self._context, token, run)) as grid:
+        with closing(PromptGrid(self._url, self._context, token, run)) as grid:
+            client, alive = grid.client, runtime.SendTaskHeartbeatRequest()
+            with _beats(lambda: client.SendTaskHeartbeat(alive)):
+                given = client.PullTaskInput(runtime.PullTaskInputRequest())
+                TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+                TaskIdentity.node_id = given.context.node_id
                 yield grid
 
     def _token_of(self, run: int, secret: Path) -> str:
@@ -261,7 +258,9 @@ class SuperLink:
 
         end = time.monotonic() + _START_SECONDS
         request = runtime.AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-        with closing(self._connect(prove)) as client:
+        headers = Headers("fedpact", prove)
+        client = RuntimeHttpClient(self._url, interceptors=[headers], verify=self._context)
+        with closing(client):
             while time.monotonic() < end:
                 with suppress(httpx.HTTPError):
                     found = client.AcquireTask(request)
@@ -269,10 +268,6 @@ class SuperLink:
                         return found.token
                 time.sleep(_POLL_SECONDS)
         raise FedpactError(f"the SuperLink did not hand out run {run}: see the log of the server")
-
-    def _connect(self, more: _MoreHeaders) -> RuntimeHttpClient:
-        headers = Headers("fedpact", more)
-        return RuntimeHttpClient(self._url, interceptors=[headers], verify=self._context)
 
 
 class FleetLink:
