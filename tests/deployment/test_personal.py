@@ -15,7 +15,6 @@ from fedpact.cli.main import app
 from fedpact.common.errors import DataError, PlanError
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_evaluation import personalise_site
-from fedpact.evaluation import personal
 
 
 def files(directory):
