@@ -56,7 +56,7 @@ def fault(made, method, task, reply):
     terms = made.terms(reply.site, method.facts.channels, method.facts.opening)
     # As many as the rounds of this file make.
     terms = dataclasses.replace(terms, steps=1000)
-    admission = Admission(method, {reply.site: terms}, math.inf, None)
+    admission = Admission(method, {reply.site: terms}, None)
     opened = method.decode_reply(reply, task.vectors)
     return admission.far_off(reply.site, task, opened.vectors, reply.numbers)
 

@@ -16,7 +16,7 @@ from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.common.messages import RoundRecord
 from fedpact.deployment import local, processes
-from fedpact.deployment.federation import Checks, Federation, Member, Patience, read_plan
+from fedpact.deployment.federation import Federation, Member, Patience, read_plan
 from fedpact.deployment.files import (
     Choices,
     policy,
@@ -57,7 +57,6 @@ def test_names_and_figures_of_any_form_are_read_back(written):
             "patience": Patience(
                 round_seconds=1234567.5, resend_seconds=1 / 3, join_seconds=12345678
             ),
-            "checks": Checks(longest=1234567.25),
         }
     )
     assert Federation.model_validate(tomllib.loads(render_federation(of))) == of

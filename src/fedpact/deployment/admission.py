@@ -15,7 +15,7 @@ A reply is rejected unless it passes each of these checks:
     weight      the declared size of the site
     ledger      longer than the one last seen, or equal to it
     far off     numbers that follow from the terms, and vectors within privacy.reply_bounds
-    longest     no vector much farther from the task's than the others' (see `outliers`)
+    outlier     no vector much farther from the task's than the others' (see `outliers`)
 
 The checks do not stop a site that lies within these bounds, and cost a site no privacy. The form is
 found by running the local part on synthetic records, so it is right for every algorithm.
@@ -51,6 +51,8 @@ from fedpact.simulation.workshop import TrainingSetup
 _LOST = "it holds the server's knowledge of the sites' ledgers: restore it from a backup"
 # How many ledger heads are kept per site: a round has two, for training and evaluation.
 _KEPT: Final = 4
+FARTHEST: Final = 100.0
+"""The largest distance of a reply's vector from the task's, relative to the round's median."""
 _Place = tuple[int, str]
 
 
@@ -129,7 +131,7 @@ def expect_form(
 
 
 class Admission:
-    """Checks replies in one run of a method. terms: each site's. longest: see `outliers`.
+    """Checks replies in one run of a method. terms: each site's.
 
     standing: the sites' ledgers, updated by every reply. longest_sums: returns channel -> longest
     sum of a site's answer to an evaluation.
@@ -139,11 +141,10 @@ class Admission:
         self,
         method: Method,
         terms: Mapping[str, Terms],
-        longest: float,
         standing: LedgerRegistry,
         longest_sums: Callable[[Terms], Mapping[str, float]] = lambda _: {},
     ) -> None:
-        self._method, self._terms, self._longest = method, terms, longest
+        self._method, self._terms = method, terms
         self.standing, self._longest_sums = standing, longest_sums
 
     def fault(self, site: str, task: Task, reply: Reply, form: Form) -> str | None:
@@ -222,7 +223,7 @@ class Admission:
         return self._method.decode_reply(reply, task.vectors)
 
     def outliers(self, task: Task, replies: Mapping[str, Reply]) -> list[str]:
-        """Return the sites with a vector farther from the task's than `longest` times the median.
+        """Return the sites with a vector FARTHEST times as far from the task's as the median.
 
         With fewer than three replies it cannot be decided which one is wrong. Evaluations are
         exempt: their sums differ much between sites. A vector that is not in the task is measured
@@ -240,7 +241,7 @@ class Admission:
                 )
                 for site, r in replies.items()
             }
-            limit = self._longest * statistics.median(far.values())
+            limit = FARTHEST * statistics.median(far.values())
             # If the median is 0, most sites returned the task's vector.
             found |= {site for site, distance in far.items() if 0 < limit < distance}
         return sorted(found)

@@ -81,15 +81,6 @@ class Patience(BaseModel):
     """How often a round is repeated before the run stops; it can be resumed."""
 
 
-class Checks(BaseModel):
-    """The server's checks of well-formed replies."""
-
-    model_config = _FROZEN
-    longest: float = Field(default=100.0, gt=1)
-    """The largest distance of a reply's vector from the task's, relative to the median distance of
-    the round's replies (with three or more of them)."""
-
-
 class Member(BaseModel):
     """A site as known to the others."""
 
@@ -121,7 +112,6 @@ class Federation(BaseModel):
     bit for bit. That protects no one, so it is refused unless the address is this machine's own,
     and ledgers are marked hypothetical."""
     patience: Patience = Patience()
-    checks: Checks = Checks()
     records: RecordForm = RecordForm()
     """What a record may hold; a site leaves out records that do not fit."""
     person: str | None = None
@@ -240,9 +230,9 @@ class Federation(BaseModel):
     def agreed(self, plan: Plan) -> str:
         """Return a digest of everything that must be the same at every party.
 
-        It covers the plan and this agreement, except address, patience, checks and keys, which may
-        differ between parties or are proven by use; and which minor version of fedpact runs, as
-        another may give a plan another meaning.
+        It covers the plan and this agreement, except address, patience and keys, which may differ
+        between parties or are proven by use; and which minor version of fedpact runs, as another
+        may give a plan another meaning.
         """
         own = self.model_dump(mode="json", include=_AGREED)
         sites = {name: member.size for name, member in sorted(self.sites.items())}

@@ -74,8 +74,6 @@ def render_federation(of: Federation) -> str:
 {_explain(of, "groups")}
 [patience]
 {_explain(of.patience)}
-[checks]
-{_explain(of.checks)}
 # What a record may hold: a public declaration, not computed from records. low and high (with
 # clamp = true, values beyond them are set to them); vocabulary = 50 for words 0, ..., 49; or a
 # table [records.columns.NAME] with range = [low, high], or categories. A site leaves out records

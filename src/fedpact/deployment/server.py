@@ -145,8 +145,8 @@ class Coordinator:
 
     def admission(self) -> Admission:
         """Return the check of replies, with the ledgers that the server has seen."""
-        standing, longest = LedgerRegistry(self.directory), self.federation.checks.longest
-        return Admission(self.plan.method, self.terms, longest, standing, self._longest_sums)
+        standing = LedgerRegistry(self.directory)
+        return Admission(self.plan.method, self.terms, standing, self._longest_sums)
 
     @cached_property
     def form(self) -> SumsForm:
