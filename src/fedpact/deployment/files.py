@@ -33,6 +33,7 @@ from fedpact.deployment.federation import (
     check_deployable,
     read_plan,
 )
+from fedpact.deployment.site_records import SiteSettings
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
 from fedpact.privacy.accounting.calibration import round_down, round_up
@@ -83,15 +84,20 @@ def render_federation(of: Federation) -> str:
 {"".join(members)}"""
 
 
-def _explain(table: BaseModel, *left_out: str) -> str:
-    """Return the keys of a table, each below its meaning; one without a value is a comment."""
+def _explain(table: BaseModel, *left_out: str, defaults: bool = True) -> str:
+    """Return the keys of a table, each below its meaning; one without a value is a comment.
+
+    defaults: whether keys that were not set are more than comments.
+    """
     found = ""
     for key, about in type(table).model_fields.items():
         value = getattr(table, key)
         if key not in left_out and not isinstance(value, BaseModel | dict):
             meaning = textwrap.wrap(" ".join((about.description or "").split()), 98)
             found += "".join(f"# {line}\n" for line in meaning)
-            found += f"# {key} =\n" if value in (None, ()) else f"{key} = {toml(value)}\n"
+            line = f"{key} =" if value in (None, ()) else f"{key} = {toml(value)}"
+            given = value not in (None, ()) and (defaults or key in table.model_fields_set)
+            found += f"{line}\n" if given else f"# {line}\n"
     return found
 
 
@@ -111,22 +117,11 @@ def _records(form: RecordForm) -> str:
 
 def render_site_toml(name: str, records: str, label: str | None) -> str:
     """Return site.toml."""
-    column = (
-        f"label = {toml(label)}" if label else '# label = "..."   # the label\'s column, of a table'
-    )
+    own = {"name": name, "records": records, "label": label, "data_set": name}
+    settings = SiteSettings.model_validate({**own, "ledger": "ledger.jsonl"})
     return f"""\
 # The owner's settings; no message can change them. Paths are relative to this directory.
-name = {toml(name)}                # as in federation.toml
-records = "{records}"     # .npz with x and y, .csv or .parquet: the site's records
-{column}
-data_set = {toml(name)}            # the ledger's name: always the same for these records
-# data_version = "2026-01"     # stated in receipts next to the name
-ledger = "ledger.jsonl"        # on a local disk, backed up, never restored
-device = "cpu"                 # or "cuda"
-# socket = "/run/fedpact/{safe_name(name)}.sock"      # only for an existing SuperNode
-
-# most_left_out = 0.05         # the site does not open if more records than this do not fit
-
+{_explain(settings, "columns", defaults=False)}
 # Columns of a table that have another name, unit or spelling here than in the federation: first
 # the declared name. Columns that are not declared are ignored.
 # [columns]

@@ -106,7 +106,8 @@ def _write_app(directory: Path, sites: dict[str, Path]) -> None:
     server = json.dumps(str((directory / SERVER).resolve()))
     _edit(app / "pyproject.toml", 'server-dir = ""', f"server-dir = {server}")
     for where in sites.values():
-        _edit(where / "site.toml", "# socket = ", "socket = ")
+        socket = f'socket = "/run/fedpact/{where.name}.sock"'
+        _edit(where / "site.toml", "# socket =", socket)
 
 
 def _edit(path: Path, old: str, new: str) -> None:

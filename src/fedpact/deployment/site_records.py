@@ -35,7 +35,7 @@ class SiteSettings(BaseModel):
     name: str
     """As in federation.toml."""
     records: str
-    """A .npz, .csv or .parquet file."""
+    """The site's records: a .npz file with x and y, or a .csv or .parquet file."""
     label: str | None = None
     """The label's column in a table."""
     data_set: OneLine = Field(min_length=1)
@@ -45,7 +45,8 @@ class SiteSettings(BaseModel):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """The device of computations, "cpu" or "cuda"."""
     ledger: str = "ledger.jsonl"
-    """The path of the ledger, on a local disk, in a folder that exists."""
+    """The path of the ledger, on a local disk, in a folder that exists; backed up, and never
+    restored."""
     socket: str | None = None
     """The Unix socket for an existing SuperNode that runs fedpact's Flower app; the account of that
     SuperNode needs the socket's group, and must not be able to read this directory."""
