@@ -189,21 +189,6 @@ def test_false_server_entries_do_not_replace_the_sites_own(site_dir):
         Site(site_dir)
 
 
-def test_rolled_back_ledger_stays_barred_after_growing_longer(site_dir, tmp_path):
-    """The lengths agree with what the server has seen, and the entries do not."""
-    with Site(site_dir) as site:
-        told(site, 1)
-    snapshot = Path(shutil.copytree(site_dir, tmp_path / "snapshot"))
-    with Site(site_dir) as site:
-        seen = place(told(site, 2)[0])
-    with Site(snapshot) as site:
-        # It was asked by somebody who had seen nothing: another server, or the owner alone.
-        assert codes(told(site, 2, 3)) == ["", ""]
-        assert site.ledger.length > seen[0]
-        assert codes(told(site, 4, seen=seen)) == ["ledger"]
-    assert charged(snapshot) == 3 * STEPS
-
-
 def test_no_restore_or_copy_releases_more_than_reserved(make, tmp_path):
     """Random restores and copies between rounds; counted are releases, in all copies together."""
     home = make(tmp_path / "d", rounds=6) / "sites" / "site-00"

@@ -115,31 +115,13 @@ def test_a_clamped_column_in_another_unit_does_not_open(sites, tmp_path, monkeyp
     assert "declared 0 to 20: different unit?" in " ".join(shown.output.split())
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path, earlier):
-    table = spoiled(tmp_path / "own.csv", 5)
+def test_6_percent_left_out_refuses_before_any_charge(sites, tmp_path):
+    table = spoiled(tmp_path / "own.csv", 6)
     _, (home,) = sites(table)
-    ledger = home / "ledger.jsonl"
-    if earlier:
-        # Another run on the same records.
-        with Site(home) as site:
-            site.take_part()
-        path = home / "federation.toml"
-        name = check_site(home).run
-        path.write_text(path.read_text().replace(name, f"{name}-next"))
-        policy = home / "policy.toml"
-        policy.write_text(
-            policy.read_text()
-            .replace("ever = 2.0", "ever = 9.0")
-            .replace("ever = 1e-05", "ever = 1e-04")
-        )
-        assert not check_site(home).problems
-    spoiled(table, 6)
-    before = ledger.read_bytes() if earlier else None
     match = r"6 of 100 records .* 6.0 %, but most_left_out .* 5.0 %: column age is beyond .*\(6\)"
     with pytest.raises(DataError, match=match):
         Site(home)
-    assert (ledger.read_bytes() if ledger.exists() else None) == before
+    assert not (home / "ledger.jsonl").exists()
     assert "6 of 100" in check_site(home).problems[0]
     spoiled(table, 5)
     with Site(home) as site:
@@ -183,16 +165,6 @@ def test_differing_columns_are_reported_together(sites, tmp_path):
     assert "lactate (probably its 'blood_lactate')" in told.output
     assert "ignored: case" in told.output
     assert "cannot start" in told.output
-
-
-def test_undeclared_words_are_named(sites, tmp_path):
-    found = [{**row, "sex": row["sex"][0].upper()} for row in rows()]
-    _, (home,) = sites(write_rows(tmp_path / "own.csv", found))
-    checked = check_site(home)
-    assert any("'F' (100), 'M' (100): other words?" in remark for remark in checked.remarks)
-    assert checked.left_out == [("sex", "is not one of its declared categories", 200)]
-    (line,) = checked.mends
-    assert 'values = { F = "female", M = "male" }' in line
 
 
 def test_the_cost_and_what_remains_are_the_owners(sites, tmp_path):
@@ -374,13 +346,9 @@ def test_one_check_shows_each_kind_of_fault(sites, tmp_path):
 @pytest.mark.parametrize(
     ("form", "told"),
     [
-        ("utf-16", "encoding='utf-16'"),
         ("cp1252", "encoding='cp1252'"),
         ("ascii header", "200 lines not in UTF-8: save it as UTF-8"),
-        ("tab", "sep='\\t'"),
         ("title", "its first line is 'Our hospital': expected a header line"),
-        ("twice", "age, lactate, sex, out, age: expected"),
-        ("tsv", "pandas.read_table"),
         ("semicolon", "sep=';', decimal=','"),
     ],
 )
@@ -388,16 +356,11 @@ def test_a_table_of_another_form_is_one_problem(sites, tmp_path, form, told):
     table = write_rows(tmp_path / "own.csv", [{**row, "é": "ü"} for row in rows()])
     text = table.read_text()
     changed = {
-        "utf-16": text.encode("utf-16"),
         "cp1252": text.encode("cp1252"),
         "ascii header": text.replace("é", "e").encode("cp1252"),
-        "tab": text.replace(",", "\t").encode(),
         "title": b"Our hospital\n\n" + text.encode(),
-        "twice": text.replace("é", "age").encode(),
-        "tsv": text.replace(",", "\t").encode(),
         "semicolon": text.replace(",", ";").replace(".", ",").encode(),
     }[form]
-    table = table.with_suffix(".tsv") if form == "tsv" else table
     table.write_bytes(changed)
     _, (home,) = sites(table)
     (problem,) = check_site(home).problems
@@ -415,8 +378,6 @@ def test_two_sites_with_one_file_are_told(sites, tmp_path):
     ("name", "content", "told"),
     [
         ("own.csv", b"", "is empty"),
-        ("own.csv", b"\n\n", "own.csv"),
-        ("own.csv", b"\x00\x01\xff", "own.csv"),
         ("own.csv", b"age,lactate,sex,out\n", "has no records"),
         ("own.xlsx", b"PK\x03\x04", "read_excel"),
     ],

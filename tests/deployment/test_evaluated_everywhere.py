@@ -20,6 +20,7 @@ from fedpact.simulation.simulate import simulate
 
 HELD = {"share": 0.3, "every": 1, "epsilon": 4.0}
 KINDS = {
+    "plain": {},
     "masked": {"secure_aggregation": {"threshold": 2}},
     "shared": {
         "secure_aggregation": {"threshold": 3},
@@ -38,7 +39,13 @@ KINDS = {
 
 @pytest.mark.parametrize(  # under masks are the scales, too
     "kind",
-    ["shared", "heads", pytest.param("own models", marks=pytest.mark.slow), "scales under masks"],
+    [
+        "plain",
+        "shared",
+        "heads",
+        pytest.param("own models", marks=pytest.mark.slow),
+        "scales under masks",
+    ],
 )
 def test_it_releases_the_simulations_noisy_values_only(federate, tmp_path, kind):
     asked = {"rounds": 2, "evaluation": HELD, **KINDS[kind]}

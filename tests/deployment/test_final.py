@@ -213,15 +213,6 @@ def test_the_end_of_shared_noise_is_told_with_both_epsilons(make, tmp_path):
     assert "ε <= inf, if no other site is honest" in told
 
 
-def test_the_end_says_what_evaluations_cost(make, tmp_path):
-    asked = {"share": 0.2, "epsilon": 0.5, "delta": 1e-6}
-    at = make(tmp_path / "d", {}, evaluation=asked) / "sites" / "site-00"
-    with FinalModel.of(at) as model:
-        plan = model.files.plan
-    ended = {"rounds": 1, "epsilon": {"site-00": 1.0}, "delta": {"site-00": 1e-5}}
-    assert "; held-out records: ε <= 0.5 at δ = 1e-06" in describe_ending("run", plan, ended, at)
-
-
 def test_a_round_that_diverged_counts_at_every_party(federate):
     """It ends the run without a record: all sites were charged for it, and it follows releases."""
     faster = {"optimiser": "momentum", "momentum": 0.0, "learning_rate": 1e4, "schedule": [1, 1e6]}

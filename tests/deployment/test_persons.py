@@ -7,13 +7,11 @@ import pytest
 from tests.deployment.grid import stored
 from tests.privacy.test_persons import table
 
-from fedpact.cli.commands.deploy import status
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Task
 from fedpact.deployment.federation import Federation, read_plan
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_records import SiteFiles, own_records
-from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
@@ -34,13 +32,6 @@ def of_persons(make, visits, tmp_path):
         sites=2,
         privacy={"unit": "person", "person_records": 2, "accountant": "rdp"},
     )
-
-
-def test_status_says_that_epsilon_is_of_persons(of_persons, capsys):
-    # Also before there is a ledger, and at the server, where there is none.
-    for directory in (of_persons, of_persons / "server"):
-        status(directory, as_json=False)
-        assert f"adjacency: {ADJACENCY_BY_UNIT['person']}" in capsys.readouterr().out
 
 
 def test_a_site_counts_samples_and_promises_persons(of_persons):

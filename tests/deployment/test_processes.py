@@ -102,13 +102,6 @@ def test_a_mistyped_directory_is_reported_and_not_created(tmp_path, act):
     assert [*tmp_path.rglob("*")] == [tmp_path / "empty"]
 
 
-def test_status_reports_a_summary_that_is_damaged(deployment):
-    (deployment / "server" / "run").mkdir()
-    (deployment / "server" / "run" / "summary.json").write_bytes(b"")
-    with pytest.raises(DataError, match=r"summary\.json cannot be read"):
-        local.inspect_deployment(deployment)
-
-
 def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     """Before it touches anything of the first one's: its run, its database, its port."""
     server = deployment / "server"

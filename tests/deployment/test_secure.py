@@ -291,30 +291,6 @@ def test_who_comes_late_or_again_is_in_the_next_sum(federation):
     assert [charged(node) for node in nodes] == [10, 10, 6]
 
 
-def test_restarts_before_opening_a_sum_charge_nothing_more(federation, monkeypatch):
-    """All have masked their vectors of round 2 when the server dies, and then every site: the
-    stored replies are masked anew, under the same attempt."""
-    run, nodes = federation()
-    begin, died = Attempts.begin, []
-
-    def die(attempts, number, attempt):
-        if number == 2 and not died:
-            died.append(True)
-            raise KeyboardInterrupt
-        begin(attempts, number, attempt)
-
-    monkeypatch.setattr(Attempts, "begin", die)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    kept = [stored(node.directory) for node in nodes]
-    for node in nodes:
-        node.restart()
-    assert [record.round for record in run()] == [0, 1, 2]
-    assert [stored(node.directory) for node in nodes] == kept
-    assert [charged(node) for node in nodes] == [4, 4, 4]
-    check_mean(run, NAMES)
-
-
 def test_space_for_an_opened_sum_is_reserved_before_the_charge(federation, monkeypatch):
     """A sum that cannot be written down is not opened: what was charged for it would be lost."""
     run, nodes = federation()

@@ -48,17 +48,6 @@ def restart(node):
     node.since = "again"
 
 
-def server_dies(run):
-    """Carry out two of the four rounds; sites and files are left as they are."""
-
-    def dies(record):
-        if record.round == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(on_round=dies)
-
-
 WHOLE, SHORT, START = ["w"], ["grid/w"], ["grid/start"]
 
 
@@ -114,16 +103,6 @@ def test_a_restarted_site_gets_the_whole_model(federation, undisturbed):
         asked = [(1, START), (2, SHORT), *[(3, SHORT)] * times, (3, WHOLE), (4, SHORT)]
         assert tasks_of(node) == asked
     assert [charged(each) for each in run.nodes] == [8, 8, 8]
-    assert torch.equal(model_of(run), model_of(undisturbed()))
-
-
-def test_a_restarted_server_continues_with_differences(federation, undisturbed):
-    run = federation()
-    server_dies(run)
-    run()
-    for node in run.nodes:
-        assert tasks_of(node)[-2:] == [(3, SHORT), (4, SHORT)]
-        assert charged(node) == 8
     assert torch.equal(model_of(run), model_of(undisturbed()))
 
 
