@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -49,7 +49,8 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
 
     program.share_memory_pools()
     program.release_code()
-    with _file_errors(directory), _end_by_signals(), _only_process(directory), in_a_child():
+    alone = only_one(directory / LOCK, f"{directory} is in use already")
+    with _file_errors(directory), _end_by_signals(), alone, in_a_child():
         with in_a_child():  # its child ends before this process grows
             coordinator = Coordinator.of(directory)
             coordinator.price()
@@ -99,7 +100,8 @@ def run_site(directory: Path) -> None:
     from fedpact.deployment.flower import site_process
 
     program.release_code()
-    with _file_errors(directory), _only_process(directory), in_a_child(), Site(directory) as site:
+    alone = only_one(directory / LOCK, f"{directory} is in use already")
+    with _file_errors(directory), alone, in_a_child(), Site(directory) as site:
         program.release_code()
         keys.check_site_keys(directory, site.federation, site.name)
         keys.write_client_certificate(_home(directory).parent, "site.key")
@@ -130,21 +132,14 @@ def run_site(directory: Path) -> None:
                 time.sleep(_PAUSE_SECONDS)
 
 
-def _only_process(directory: Path) -> AbstractContextManager[None]:
-    return only_one(directory / LOCK, f"{directory} is in use already")
-
-
 def describe_untested() -> list[str]:
     """Return warnings if torch or Flower are of no minor version that the tests passed with."""
-    found = list[str]()
-    for name, tested in TESTED.items():
-        here = version(name)
-        if ".".join(here.split(".")[:2]) not in tested:
-            found.append(
-                f"{name} {here} is installed, but this version of fedpact was tested with "
-                f"{' and '.join(tested)}: install one of these, or try the run on one machine first"
-            )
-    return found
+    return [
+        f"{name} {here} is installed, but this version of fedpact was tested with "
+        f"{' and '.join(tested)}: install one of these, or try the run on one machine first"
+        for name, tested in TESTED.items()
+        if ".".join((here := version(name)).split(".")[:2]) not in tested
+    ]
 
 
 def _prepare(reproducible: bool) -> None:

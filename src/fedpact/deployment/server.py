@@ -138,11 +138,6 @@ class Coordinator:
         """The run's folder."""
         return Folder(self.directory / "run")
 
-    @property
-    def attempts(self) -> Path:
-        """Where the attempts at rounds under secure aggregation are kept."""
-        return self.folder.path / ATTEMPTS
-
     def admission(self) -> Admission:
         """Return the check of replies, with the ledgers that the server has seen."""
         standing = LedgerRegistry(self.directory)
@@ -209,10 +204,9 @@ class Coordinator:
         before = sockets()
         for committed, record in rounds(at):
             at, now = committed, sockets()
-            if before and now:
-                each = [after - until for until, after in zip(before, now, strict=True)]
-                record = dataclasses.replace(record, sockets=each)
-            before = now
+            # Nothing, if one of the two is unknown.
+            each = [after - until for until, after in zip(before, now, strict=False)]
+            record, before = dataclasses.replace(record, sockets=each), now
             self.folder.commit(at, record)
             records.append(record)
             on_round(record)
@@ -295,7 +289,8 @@ class _Evaluator:
         self._steps, self._rounds = Counter[str](), Counter[str]()
         self._model = FlatModel(coordinator.module())
         self._loss = coordinator.plan.task.per_record(len(coordinator.federation.classes))
-        self._each, self._attempts = coordinator.plan.method.steps(), coordinator.attempts
+        self._each = coordinator.plan.method.steps()
+        self._attempts = coordinator.folder.path / ATTEMPTS
         # With local heads the shared part alone cannot predict.
         self._test = None if coordinator.plan.head else _test_set(coordinator)
         federation, plan = coordinator.federation, coordinator.plan

@@ -17,7 +17,7 @@ other web page in the same browser can read it.
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -48,6 +48,7 @@ from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.report.template import page
 
 Document = dict[str, Any]
+_TERMS: Final = ("epsilon_allowed", "epsilon_reserved", "delta")
 # The time left is estimated from the mean of this many last rounds.
 _RECENT: Final = 10
 
@@ -95,20 +96,18 @@ def _run(party: Path, folder: Path) -> Document:
     state = run.ended if ended else said if held else "interrupted"
     released, planned = find_released(run), int(run.plan["rounds"])
     recent = [record.seconds for record in run.records[1:][-_RECENT:]]
-    missing, refusals = _missing(run.records, waits), defaultdict[str, Counter[str]](Counter)
-    for record in run.records:
-        for site, code in record.refused.items():
-            refusals[site][code] += 1
+    missing = _missing(run.records, waits)
     sites = {
         site: {
-            **_cost(run, site),
+            "epsilon_spent": last.epsilon.get(site),
+            **{name: terms and getattr(terms, name) for name in _TERMS},
             "seconds": told.get("seconds"),
             "waiting": not ended and bool(told.get("waiting")),
-            "refusals": dict(refusals[site]),
+            "refusals": Counter(r.refused[site] for r in run.records if site in r.refused),
             "missing": missing.get(site),
         }
         for site in sorted({*run.sites, *waits})
-        for told in [waits.get(site, {})]
+        for told, terms in [(waits.get(site, {}), run.site_privacy.get(site))]
     }
     return {
         "kind": "run",
@@ -134,15 +133,6 @@ def _run(party: Path, folder: Path) -> Document:
         "compared": _compare(run, released),
         "sites": sites,
         "to_do": list(_to_do(run, party, folder, missing, ended=ended, held=held)),
-    }
-
-
-def _cost(run: RunSummary, site: str) -> Document:
-    terms = run.site_privacy.get(site)
-    allowed = ("epsilon_allowed", "epsilon_reserved", "delta")
-    return {
-        "epsilon_spent": run.last.epsilon.get(site),
-        **{name: terms and getattr(terms, name) for name in allowed},
     }
 
 

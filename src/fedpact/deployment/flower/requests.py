@@ -97,23 +97,18 @@ class Slow:
     A site with such a task is not asked again before Flower has dropped it, so that one that
     recovers does not spend its budget on rounds that are over. After n consecutive missed rounds it
     is skipped for 2^(n-1) - 1 rounds, until it answers in time: each task is charged, so for R
-    missed rounds it pays about log2(R).
+    missed rounds it pays about log2(R). owed: message number of such a task -> its site.
     """
 
     def __init__(self) -> None:
         self._until = dict[str, float]()
-        self._owed = dict[str, str]()
+        self.owed = dict[str, str]()
         # Site -> (number of consecutive missed rounds, the last of them); site -> next round.
         self._missed = dict[str, tuple[int, int]]()
         self._next = dict[str, int]()
 
     def __contains__(self, site: str) -> bool:
         return site in self._until
-
-    @property
-    def owed(self) -> list[str]:
-        """The message numbers of these tasks."""
-        return list(self._owed)
 
     def add(self, site: str, this: PendingRequests, seconds: float) -> None:
         """Record that a site did not answer in time. seconds: how long Flower keeps its task."""
@@ -129,22 +124,23 @@ class Slow:
                 "site %s: no answer in time: not waited for until it answers%s", site, again
             )
         self._until[site] = this.asked[site] + seconds
-        self._owed |= {number: site for number, other in this.sent.items() if other == site}
+        self.owed |= {number: site for number, other in this.sent.items() if other == site}
 
     def may_be_asked(self, site: str, number: int) -> bool:
         """Whether the site may be asked in this round: Flower has dropped its earlier task."""
-        return time.monotonic() >= self._until.get(site, 0.0) and not self._pauses(site, number)
+        dropped = time.monotonic() >= self._until.get(site, 0.0)
+        return dropped and number >= self._next.get(site, 0)
 
     def is_waited_for(self, site: str, number: int) -> bool:
         """Whether a round waits for the site, if it is connected."""
-        return site not in self and not self._pauses(site, number)
+        return site not in self and number >= self._next.get(site, 0)
 
     def settle(self, number: str | None, answered: bool) -> str | None:
         """Record the end of a task; return its site. A site that has answered is no longer slow.
 
         answered: by the site; otherwise Flower has dropped the task.
         """
-        site = self._owed.pop(number or "", None)
+        site = self.owed.pop(number or "", None)
         if site is not None and answered:
             _log.info("site %s answers again", site)
             self._forget(site)
@@ -164,12 +160,9 @@ class Slow:
         """Ask all of them again, as there are too few others."""
         self._next.clear()
 
-    def _pauses(self, site: str, number: int) -> bool:
-        return number < self._next.get(site, 0)
-
     def _forget(self, site: str) -> None:
         self._until.pop(site, None)
-        self._owed = {number: other for number, other in self._owed.items() if other != site}
+        self.owed = {number: other for number, other in self.owed.items() if other != site}
 
 
 _ADVICE: Final = {

@@ -15,6 +15,7 @@ from flwr.app import Message, RecordDict
 from fedpact.common.errors import FedpactError, InputError, TransportLost
 from fedpact.common.files import LOCK, only_one
 from fedpact.common.messages import Refusal, RoundRecord, Transport, from_bytes
+from fedpact.common.run_folder import ATTEMPTS
 from fedpact.deployment.admission import expect_form
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import flower_records
@@ -106,7 +107,7 @@ def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) ->
     plain = FlowerTransport(grid, federation, key, agreed, admission, form, folder.waits)
     transport: Transport = plain
     if plan.secure_aggregation.threshold:
-        attempts = coordinator.attempts
+        attempts = folder.path / ATTEMPTS
         transport = secure_deployment(plain, federation, plan, attempts, admission, form)
     begin = partial(plain.wait_until_ready, federation.run)
     sockets = getattr(grid, "sockets", tuple)  # somebody else's SuperLink counts none
