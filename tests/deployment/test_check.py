@@ -253,18 +253,6 @@ def test_up_checks_every_site_before_it_starts_any(sites, tmp_path, monkeypatch)
     assert "started: server" in told.output
 
 
-def test_arrays_and_persons_are_checked_alike(make, tmp_path):
-    """As they are written for trying: images, and rows with a person each."""
-    home = make(tmp_path / "d") / "sites" / "site-00"
-    found = check_site(home)
-    assert (found.problems, [one.name for one in found.columns]) == ([], ["all values"])
-    assert sum(found.classes.values()) == found.used == found.records
-    arrays = dict(np.load(home / "records.npz"))
-    arrays["x"][: len(arrays["x"]) // 10] = np.nan
-    np.savez(home / "records.npz", **arrays)
-    assert "most_left_out" in check_site(home).problems[0]
-
-
 def test_check_runs_while_the_site_is_open(sites, tmp_path):
     _, (home,) = sites(write_rows(tmp_path / "own.csv", rows()))
     node = Node(10, home)

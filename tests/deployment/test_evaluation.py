@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from tests.deployment.grid import NAMES, PATIENCE, SECURE, content, killed_before, stored
+from tests.deployment.grid import NAMES, content, killed_before, stored
 from typer.testing import CliRunner
 
 from fedpact.cli.commands import deploy as command
@@ -79,20 +79,6 @@ def test_only_a_reply_that_was_seen_may_be_older(tmp_path):
     assert LedgerRegistry(tmp_path).look("site", 6, other, late=True)
     assert not LedgerRegistry(tmp_path).look("site", 7, other, late=True)
     assert LedgerRegistry(tmp_path).last_seen("site") == (7, two)
-
-
-def test_an_evaluation_that_no_site_answers_says_why(federate, monkeypatch, caplog):
-    """Under secure aggregation the round is another attempt, with another model after it."""
-    table = {"share": 0.3, "every": 1, "epsilon": 4.0, "loss_bound": 3.0}
-    more = {**SECURE, "budget": {"spare_rounds": 2}}
-    run = federate({"patience": PATIENCE}, rounds=2, evaluation=table, **more)
-    killed_before(run, 1, monkeypatch)
-    records = run()
-    assert [record.refused for record in records] == [{}] * 3
-    assert records[1].unevaluated == dict.fromkeys(NAMES, "stale")
-    assert [bool(record.evaluation) for record in records] == [False, False, True]
-    assert "round 1 was not evaluated: site-00 stale" in caplog.text
-    assert "put back" not in caplog.text
 
 
 def test_training_does_not_depend_on_held_out_records(make, tmp_path):

@@ -125,18 +125,6 @@ def test_model_and_figures_of_an_earlier_run_are_not_this_ones(federate):
             own.bring(source)
 
 
-def test_a_site_with_its_own_head_keeps_its_own_model(federate):
-    run = federate(None, rounds=1, local={"head": 10})
-    run()
-    of_server = model_of(run.directory / "server")
-    own = [model_of(node.directory) for node in run.nodes]
-    assert not any(same(one, of_server) for one in own)
-    assert not same(own[0], own[1])
-    load(run.nodes[0].directory)
-    with pytest.raises(DataError, match="its own head"):
-        load(run.directory / "server")
-
-
 def test_model_of_wrong_shape_is_refused(site_dir):
     with Site(site_dir) as site:
         w = site.plan.method.init(torch.zeros(650)).vectors["w"]

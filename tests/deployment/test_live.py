@@ -1,7 +1,6 @@
 """What `fedpact watch` shows: numbers of the run's files, of a site only its own, on 127.0.0.1."""
 
 import json
-import math
 import re
 import shutil
 import threading
@@ -21,7 +20,7 @@ from fedpact.cli.commands import deploy
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError
 from fedpact.common.format import percent
-from fedpact.common.messages import REASONS, RoundRecord
+from fedpact.common.messages import REASONS
 from fedpact.common.run_folder import exclusive
 from fedpact.deployment import snapshot
 from fedpact.deployment.snapshot import take_snapshot
@@ -270,17 +269,6 @@ def test_a_round_that_is_being_written_is_left_for_the_next_look(finished, unend
     (unended / "rounds.jsonl").write_text(f"{whole}\n{whole[:9]}")
     told = take_snapshot(unended)
     assert (told["round"], told["bytes_up"]) == (1, 5)
-
-
-def test_an_epsilon_that_no_number_bounds_is_shown_as_such(unended):
-    """Strict JSON holds it as null; a site that has released nothing yet has no line of it."""
-    write(unended, RoundRecord(round=1, epsilon={"site-00": math.inf, "site-01": 0.5}))
-    found = take_snapshot(unended)
-    assert found["sites"]["site-00"]["epsilon_spent"] == math.inf
-    assert found["sites"]["site-02"]["epsilon_spent"] is None
-    labels = (("run", found["run"]), ("site", "site-00"))
-    assert parsed(snapshot.text(found))["fedpact_epsilon_spent", labels] == math.inf
-    assert json.loads(snapshot.encode_json(found))["sites"]["site-00"]["epsilon_spent"] == "inf"
 
 
 def test_an_accuracy_that_no_site_would_release_is_marked(folder, page):

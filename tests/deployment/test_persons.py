@@ -54,8 +54,8 @@ def test_a_site_counts_samples_and_promises_persons(of_persons):
     assert 'unit = "person"' in (directory / "policy.toml").read_text()
 
 
-@pytest.fixture(params=["person", pytest.param("record", marks=pytest.mark.slow)])
-def evaluated(request, federate, visits):
+@pytest.fixture
+def evaluated(federate, visits):
     """A run that is over, of records of which some persons have three."""
     run = federate(
         {"seeds": "test"},
@@ -64,7 +64,7 @@ def evaluated(request, federate, visits):
         label="sick",
         person="patient_id",
         sites=2,
-        privacy={"unit": request.param, "person_records": 2, "accountant": "rdp"},
+        privacy={"unit": "person", "person_records": 2, "accountant": "rdp"},
         evaluation={"share": 0.4, "epsilon": 3.0, "releases": ["hits", "loss", "roc"]},
     )
     run()
@@ -74,7 +74,6 @@ def evaluated(request, federate, visits):
 def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path):
     """So that of the two budgets the larger holds of it, and a simulation releases the same."""
     plan = read_plan(evaluated.directory / "server" / "plan.json")
-    unit = plan.privacy.unit
     simulated = simulate(plan, tmp_path / "simulation")
     assert evaluated.records[-1].evaluation == simulated.records[-1].evaluation
     for directory in sorted((evaluated.directory / "sites").iterdir()):
@@ -90,19 +89,18 @@ def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path
         assert trained
         assert not held & trained
         # At most two records of a person; and of persons each counts once.
-        count = len(held) if unit == "person" else int(out.sum())
         assert len(held) < out.sum() <= 2 * len(held)
-        assert sum(own["hits"]) == sum(own["roc"]) == count
+        assert sum(own["hits"]) == sum(own["roc"]) == len(held)
         runs = receipt(directory / "ledger.jsonl")["runs"]
-        assert [run["unit"] for run in runs.values()] == [unit, unit]
+        assert [run["unit"] for run in runs.values()] == ["person", "person"]
         # The larger of the two, and not their sum.
         budgets = [run["epsilon_reserved"] for run in runs.values()]
         assert receipt(directory / "ledger.jsonl")["epsilon_reserved"] == max(budgets) == 3.0
     told = json.loads((tmp_path / "simulation" / "privacy.json").read_text())
-    assert (told["evaluation"]["unit"], told["evaluation"]["split_by"]) == (unit, "person")
+    assert (told["evaluation"]["unit"], told["evaluation"]["split_by"]) == ("person", "person")
     assert "decides this for each person, with all records, alone" in " ".join(told["covers"])
     names = [figure["name"] for figure in simulated.summary["evaluation"]["figures"]]
-    assert names[0] == f"{unit}s"
+    assert names[0] == "persons"
 
 
 def test_where_records_are_protected_persons_are_split_too(make, visits, tmp_path):

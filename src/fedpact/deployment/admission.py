@@ -3,10 +3,10 @@
 ledgers.json    site -> [length, head] of its ledger in each of its last signed replies
 
 Every task names the ledger that the server saw last. A site whose own ledger does not continue from
-there refuses before it charges (its RollbackGuard). So of a restored ledger and of two
-copies of one, at most one can continue. A reply with a shorter or different ledger comes from a
-modified site and is rejected. The last few ledgers are accepted too: a server that died after an
-evaluation asks for the round's training again, and the site repeats its stored reply.
+there refuses before it charges (its RollbackGuard). So of a restored ledger and of two copies of
+one, at most one can continue. A reply with a shorter or different ledger comes from a modified site
+and is rejected, but for one of the last few: a server that died after an evaluation asks for the
+round's training again, and the site repeats its stored reply.
 
 A reply is rejected unless it passes each of these checks:
 
@@ -171,8 +171,7 @@ class Admission:
         finite = all(map(all_finite, opened.vectors.values()))
         if not (finite and all(map(math.isfinite, reply.numbers.values()))):
             return "not finite"
-        beyond = self.far_off(site, task, opened.vectors, reply.numbers)
-        if beyond is not None:
+        if beyond := self.far_off(site, task, opened.vectors, reply.numbers):
             _log.warning("site %s: round %d: %s", site, task.round, beyond)
             return "far off"
         return None
@@ -218,9 +217,8 @@ class Admission:
 
     def decode_reply(self, reply: Reply, task: Task) -> Reply:
         """Undo the compression of a reply. Raises InputError: it cannot be decoded."""
-        if task.algorithm in (EVALUATION, *FREE):
-            return reply
-        return self._method.decode_reply(reply, task.vectors)
+        plain = task.algorithm in (EVALUATION, *FREE)
+        return reply if plain else self._method.decode_reply(reply, task.vectors)
 
     def outliers(self, task: Task, replies: Mapping[str, Reply]) -> list[str]:
         """Return the sites with a vector FARTHEST times as far from the task's as the median.

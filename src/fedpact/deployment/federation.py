@@ -131,7 +131,7 @@ class Federation(BaseModel):
         return self.address.partition(":")[0]
 
     @model_validator(mode="after")
-    def _tests_stay_at_home(self) -> Self:
+    def _values_fit(self) -> Self:
         if self.seeds == "test" and not _is_this_machine(self.host):
             raise ValueError(
                 f'seeds = "test" with address = {self.address!r}: noise from a seed protects no '
@@ -142,10 +142,6 @@ class Federation(BaseModel):
             if least > len(self.sites):
                 many = count_noun(len(self.sites), "site")
                 raise ValueError(f"patience.{name} = {least}: there are {many}")
-        return self
-
-    @model_validator(mode="after")
-    def _records_fit(self) -> Self:
         if self.records.vocabulary is not None and self.values != "int64":
             raise ValueError(
                 f"records.vocabulary = {self.records.vocabulary} with values = {self.values!r}: "

@@ -80,6 +80,8 @@ from fedpact.privacy.terms import check_grid
 from fedpact.simulation.machine import device_of
 from fedpact.simulation.workshop import Worker
 
+_log = logging.getLogger("fedpact.site")
+_MOST_ATTEMPTS = 1000
 # The algorithm's memory is written in one transaction with a reply.
 _LEFT_BEHIND = ("reply", "evaluation", "opened")
 
@@ -104,11 +106,6 @@ def check_left_behind(directory: Path, ledger: Path) -> None:
             "ledger as it was after the last release; without it, treat the records' budget as "
             "spent"
         )
-
-
-_log = logging.getLogger("fedpact.site")
-
-_MOST_ATTEMPTS = 1000
 
 
 class Unfit(Exception):
@@ -158,8 +155,7 @@ class TaskChecks:
         except InputError as error:
             raise Unfit("task", str(error)) from None
         if full is None:
-            text = f"it has differences to the model of round {task.round - 1}, unknown here"
-            raise Unfit("model", text)
+            raise Unfit("model", f"the model of round {task.round - 1} is unknown here")
         self.check(full)
         if full.round >= max(self._received, default=0):
             # Keep the previous round: the same task may come again.
@@ -174,8 +170,7 @@ class TaskChecks:
         "task" otherwise.
         """
         if task.round > self._rounds:
-            told = f"its round is {task.round}: the site reserved {self._rounds} rounds"
-            raise Unfit("budget", told)
+            raise Unfit("budget", f"its round is {task.round}: {self._rounds} are reserved")
         if wrong := self._find_fault(task):
             raise Unfit("task", wrong)
 
@@ -408,9 +403,8 @@ class Site:
     def ending(self) -> str | None:
         """A description of the run's end, once the final model is stored; None before."""
         found = read_ending(self.files.directory, self.run)
-        if found is None:
-            return None
-        return describe_ending(self.run, self.plan, found, self.files.directory / RUN)
+        folder = self.files.directory / RUN
+        return found and describe_ending(self.run, self.plan, found, folder)
 
     @property
     def longest_question(self) -> int:
