@@ -137,9 +137,10 @@ def _check_past(files: SiteFiles) -> None:
     """
     directory, ledger, test = files.directory, files.ledger, files.federation.seeds == "test"
     check_left_behind(directory, ledger)
+    replies = [(0, "")]
     with existing_store(directory) as store:
-        names = ("reply", "evaluation") if store else ()
-        replies = [LastReply(store, name).ledger for name in names] or [(0, "")]
+        if store is not None:
+            replies += [LastReply(store, name).ledger for name in ("reply", "evaluation")]
     guard = RollbackGuard(ledger)
     entries = read_entries(ledger) if ledger.exists() else []
     for reply in replies:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
@@ -207,16 +208,12 @@ def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federatio
     if told := describe_undeclared_classes(plan, scene.dataset):
         _logger.warning("federation.toml is public: %s", told)
     directory.mkdir(parents=True, exist_ok=True)
-    try:
-        return _write(directory, plan, scene, choices, address)
-    except BaseException:
-        # An incomplete deployment could be mistaken for a complete one.
-        for left in directory.iterdir():
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink()
-        raise
+    # An incomplete deployment could be mistaken for a complete one.
+    with TemporaryDirectory(dir=directory) as partial:
+        found = _write(Path(partial), plan, scene, choices, address)
+        for each in [*Path(partial).iterdir()]:
+            each.rename(directory / each.name)
+    return found
 
 
 def _check_new(directory: Path) -> None:
@@ -243,7 +240,11 @@ def _check_names(names: tuple[str, ...], count: int) -> None:
 def _write(
     directory: Path, plan: Plan, scene: SimulationSetup, choices: Choices, address: str
 ) -> Federation:
-    plan, files = _beside(_naming_columns(plan, scene.raw.features))
+    if features := scene.raw.features:
+        # Sites' arrays have no names, and a file for prediction may have another order.
+        named = {"features": [*features], "drop": [], "columns": plan.records.kept}
+        plan = plan.model_copy(update={"records": plan.records.model_copy(update=named)})
+    plan, files = _beside(plan)
     authority, server = directory / "authority", directory / "server"
     authority.mkdir(mode=0o700)
     server.mkdir()
@@ -347,14 +348,6 @@ def write_extension(server: Path, rounds: int, epsilon: float | None, out: Path)
 
 def _new_run(plan: Plan) -> str:
     return f"{plan.algorithm}-{uuid.uuid4().hex[:12]}"
-
-
-def _naming_columns(plan: Plan, features: tuple[str, ...]) -> Plan:
-    # Sites' arrays have no names, and a file for prediction may have another order.
-    if not features:
-        return plan
-    named = {"features": [*features], "drop": [], "columns": plan.records.kept}
-    return plan.model_copy(update={"records": plan.records.model_copy(update=named)})
 
 
 def _beside(plan: Plan) -> tuple[Plan, dict[str, Path]]:

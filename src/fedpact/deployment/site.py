@@ -402,9 +402,8 @@ class Site:
     @property
     def ending(self) -> str | None:
         """A description of the run's end, once the final model is stored; None before."""
-        found = read_ending(self.files.directory, self.run)
-        folder = self.files.directory / RUN
-        return found and describe_ending(self.run, self.plan, found, folder)
+        found, folder = read_ending(self.files.directory, self.run), self.files.directory / RUN
+        return None if found is None else describe_ending(self.run, self.plan, found, folder)
 
     @property
     def longest_question(self) -> int:

@@ -190,27 +190,14 @@ def own_records(files: SiteFiles, bench: Worker | None = None) -> Own:
     for whole, why in ((accepted, _NOT_TAKEN), (staged.good, _NOT_FINITE)):
         for row in (found.numbers[~whole] - sieve.first).tolist():
             sieve.leave_out(row, "", why)
-    used, persons = limit_per_person(found.person or (), good, plan)
+    used = good.nonzero()[:, 0]
+    persons, most = number_persons(found.person, used.numpy()), plan.privacy.person_records
+    if persons is not None and most is not None:
+        kept = limit_records_per_person(persons, most, plan.seed)
+        used, persons = used[kept], persons[kept]
+    if plan.privacy.unit != "person":
+        persons = None
     released = stage.released(of.example(), found.features)
     records = Records(staged.x[used], found.y[used], released, persons)
     whose = found.person and [found.person[i] for i in used.tolist()]
     return Own(found.x[used], records, whose, sieve)
-
-
-def limit_per_person(
-    persons: Sequence[str], good: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor | None]:
-    """Return the indices [m] of used records, and each one's person; None if records are the unit.
-
-    persons: each record's person [n], or empty. good: the valid records, bool [n]. At most
-    `privacy.person_records` of a person are used; see splits.limit_records_per_person.
-    """
-    places = good.nonzero()[:, 0]
-    if not persons:
-        return places, None
-    numbers = number_persons(persons, places.numpy())
-    most = plan.privacy.person_records
-    if numbers is not None and most is not None:
-        kept = limit_records_per_person(numbers, most, plan.seed)
-        places, numbers = places[kept], numbers[kept]
-    return places, numbers if plan.privacy.unit == "person" else None

@@ -46,8 +46,8 @@ class Slot(Protocol):
         """Return the content, or None."""
         ...
 
-    def write(self, content: bytes) -> None:
-        """Replace the content."""
+    def write(self, *content: bytes | memoryview) -> None:
+        """Replace the content by these parts."""
         ...
 
     def make_room(self, length: int) -> None:
