@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.deployment.grid import NAMES
 from tests.deployment.test_columns import RELEASED, table
+from tests.evaluation.people import people
 
 from fedpact.common.messages import EVALUATION, Reply, Task, from_bytes
 from fedpact.deployment.local import inspect_deployment
@@ -20,7 +21,7 @@ from fedpact.simulation.simulate import simulate
 
 HELD = {"share": 0.3, "every": 1, "epsilon": 4.0}
 KINDS = {
-    "plain": {},
+    "groups": {},
     "masked": {"secure_aggregation": {"threshold": 2}},
     "shared": {
         "secure_aggregation": {"threshold": 3},
@@ -40,7 +41,7 @@ KINDS = {
 @pytest.mark.parametrize(  # under masks are the scales, too
     "kind",
     [
-        "plain",
+        "groups",
         "shared",
         "heads",
         pytest.param("own models", marks=pytest.mark.slow),
@@ -49,7 +50,9 @@ KINDS = {
 )
 def test_it_releases_the_simulations_noisy_values_only(federate, tmp_path, kind):
     asked = {"rounds": 2, "evaluation": HELD, **KINDS[kind]}
-    if "records" in asked:
+    if kind == "groups":
+        asked |= people(tmp_path / "people.csv")
+    if kind == "scales under masks":
         asked["data"] = table(tmp_path / "t.csv", n=240)
     run = federate({"seeds": "test"}, **asked)
     records = run()
