@@ -30,7 +30,7 @@ from fedpact.deployment.check import check_site
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.site import Site, answer
-from fedpact.deployment.store import Store, read_store
+from fedpact.deployment.store import LastReply, Store, read_store
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.simulation.secure_aggregation import keys
 
@@ -543,7 +543,7 @@ def test_after_a_commit_that_failed_the_site_stops_and_says_so(site_dir, monkeyp
     with Site(site_dir) as site:
         told(site, 1)
         monkeypatch.setattr(
-            type(site._last), "keep", lambda *_: (_ for _ in ()).throw(OSError(28, "No space"))
+            LastReply, "keep", lambda *_: (_ for _ in ()).throw(OSError(28, "No space"))
         )
         for number in (2, 3, 4):
             assert from_bytes(answer(site, to_bytes(task_of(site, number)))[0]).code == "error"

@@ -18,7 +18,6 @@ from fedpact.common.messages import Reply
 from fedpact.deployment import federation
 from fedpact.deployment.flower.transport import TooFewReplies
 from fedpact.deployment.site import Site
-from fedpact.deployment.store import LastReply
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 
@@ -168,7 +167,6 @@ def test_crashed_site_pays_again_within_its_reservation(begin, spare, again):
             answer()
             # Charged, and gone before the reply was written down.
             node.site._store.remove("reply")
-            node.site._last = LastReply(node.site._store, "reply")
             return None
         return answer()
 

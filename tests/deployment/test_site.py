@@ -11,6 +11,7 @@ from fedpact.common.errors import DataError, LedgerError, PlanError, PolicyRefus
 from fedpact.common.messages import Refusal, Reply, State, Task, from_bytes, to_bytes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.site import Site, answer
+from fedpact.deployment.store import LastReply
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 from fedpact.privacy.ledger.receipt import receipt
 
@@ -264,7 +265,7 @@ def test_memory_is_written_with_its_reply_or_not_at_all(make, tmp_path, monkeypa
     with Site(directory := whole / "sites" / "site-00") as site:
         assert isinstance(from_bytes(site.handle(task_of(site, numbers={"loss": 2.0}))), Reply)
         before = stored(directory, f"{site.run}/memory")
-        monkeypatch.setattr(type(site._last), "keep", full)
+        monkeypatch.setattr(LastReply, "keep", full)
         with pytest.raises(OSError, match="No space"):
             site.handle(task_of(site, 2, 1, numbers={"loss": 2.0}))
         assert before == stored(directory, f"{site.run}/memory") is not None

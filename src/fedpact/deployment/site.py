@@ -244,13 +244,13 @@ class Site:
             self._records = ColumnRecords(self._load())
             self._test = self.federation.seeds == "test"
             self._secure = SecureDraws()
-            self._last = LastReply(self._store, "reply")
+            replies = [LastReply(self._store, name) for name in ("reply", "evaluation")]
             check_left_behind(directory, path)
             self._witness = RollbackGuard(path)
             ledger = Ledger(path, self.settings.data_set, hypothetical=self._test)
             self.ledger = opened.enter_context(closing(ledger))
-            self._witness.check(self.ledger, self._last.ledger)
-            self._witness.check(self.ledger, self._examiner.last.ledger)
+            for reply in replies:
+                self._witness.check(self.ledger, reply.ledger)
             # Space reserved by a process that died: this one has the ledger's lock.
             remove_left(self._store.path)
             # This reads the algorithm's memory, and fails on an unreadable one before reserving.
@@ -358,7 +358,8 @@ class Site:
         except Unfit as unfit:
             _log.warning("round %d: the server's task is refused: %s", task.round, unfit)
             return self._refusal(task, unfit.code)
-        last = self._last_of(task)
+        name = "evaluation" if task.algorithm == EVALUATION else "reply"
+        last = LastReply(self._store, name)
         stored = last.answer_to(task)
         if stored is not None:
             return stored
@@ -372,7 +373,7 @@ class Site:
         before, files = self.ledger.length, (self._store.path, self._witness.path, self.ledger.path)
         try:
             with room(task, *files):
-                return self._charge(task)
+                return self._charge(task, last)
         except Exception as error:  # any error: the charge has no reply
             if self.ledger.length > before:
                 self.stopped = (
@@ -383,21 +384,17 @@ class Site:
             self._client.reload_memory()
             raise
 
-    def _charge(self, task: Task) -> bytes:
+    def _charge(self, task: Task, last: LastReply) -> bytes:
         """Return the answer after storing it together with the algorithm's memory."""
         with self._store.transaction():
             answer = self._client.handle(task, self._bench)
             block = to_bytes(answer)
             if isinstance(answer, Reply):
-                self._last_of(task).keep(task, block)
+                last.keep(task, block)
                 self._examiner.note(task, self._client.read_memory(task), self._bench)
         if isinstance(answer, Reply):
-            self._last_of(task).note_kept(task, block)
             self._witness.keep(answer.ledger_length, answer.ledger_head, "this site")
         return block
-
-    def _last_of(self, task: Task) -> LastReply:
-        return self._examiner.last if task.algorithm == EVALUATION else self._last
 
     @property
     def ending(self) -> str | None:

@@ -30,7 +30,7 @@ from fedpact.common.run_folder import RUN, check_writable
 from fedpact.data.splits import number_persons
 from fedpact.deployment.final_model import FinalModel, find_published_model, read_ending, read_model
 from fedpact.deployment.site_records import Own, SiteFiles, own_records
-from fedpact.deployment.store import LastReply, Store, read_store
+from fedpact.deployment.store import Store, read_store
 from fedpact.evaluation.held_out import (
     HeldOut,
     charge_of,
@@ -160,7 +160,6 @@ class Examiner:
         if self.form.share:
             drawn = key_of_seed(plan.seed, name) if self._test else None
             self._key = drawn or _examiner_key(files.directory, files.ledger, federation.run)
-        self.last = LastReply(store, "evaluation")
         self._store = store
         self._held: HeldOut | None = None
 

@@ -217,10 +217,6 @@ class LastReply:
         """Store the encoded reply to a task."""
         self._store.write(self._name, json.dumps(_key(task)).encode() + b"\n", block)
 
-    def note_kept(self, task: Task, block: bytes) -> None:
-        """Use the reply for repeated tasks, once it is on the disk."""
-        self._key, self._block = _key(task), block
-
 
 @contextmanager
 def room(task: Task, store: Path, witness: Path, ledger: Path) -> Generator[None]:

@@ -67,6 +67,11 @@ class PendingRequests:
         self.asked.pop(site, None)
         return True
 
+    def refuse(self, site: str, code: str) -> None:
+        """Settle a site's answer by a refusal in its place."""
+        task = self.tasks[site]
+        self.answers[site] = Refusal(task.run, task.round, site, code)
+
     @property
     def open(self) -> list[str]:
         """The sites whose answers are not settled."""

@@ -36,7 +36,7 @@ from fedpact.common.messages import Message as Answer
 from fedpact.deployment.admission import REFUSALS, Admission
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import flower_records
-from fedpact.deployment.flower.internals import PromptGrid
+from fedpact.deployment.flower.internals import PromptGrid, public_pem
 from fedpact.deployment.flower.requests import Clock, PendingRequests, Slow, advice
 from fedpact.simulation.secure_aggregation import keys
 from fedpact.simulation.secure_aggregation.encoding import Form
@@ -80,6 +80,7 @@ class FlowerTransport:
         self._admission, self._form = admission, form
         self._on_wait = on_wait
         self._keys = {n: keys.public_key(m.key) for n, m in federation.sites.items()}
+        self._names = {public_pem(key).strip(): name for name, key in self._keys.items()}
         self._nodes = dict[str, int]()
         self._since, self._slow = dict[str, str](), Slow()
         self._looked, self._joined = 0.0, False
@@ -117,7 +118,7 @@ class FlowerTransport:
         # Before absent sites are recorded as refusals.
         replies = this.replies
         for site in this.open:
-            this.answers[site] = _refusal(tasks[site], site, "absent")
+            this.refuse(site, "absent")
         spent = [site for site, refusal in this.refusals.items() if refusal.code == "budget"]
         if len(tasks) - len(spent) < least:
             # No later round can have enough replies: the run ends without using these.
@@ -198,7 +199,7 @@ class FlowerTransport:
         self._wait_for_all()
         self._collect(this)
         for site in this.open:
-            this.answers[site] = _refusal(asks[site], site, "absent")
+            this.refuse(site, "absent")
         return this.refusals
 
     def _wait_for_all(self) -> None:
@@ -264,15 +265,15 @@ class FlowerTransport:
             with self._waiting:
                 nodes = list(self._grid.get_nodes())
             for node in nodes:
-                for name, member in self._federation.sites.items():
-                    if not keys.same_key(member.key, node.public_key):
-                        continue
-                    found[name] = node.node_id
-                    if self._since.get(name) != node.last_activated_at:
-                        self._since[name] = node.last_activated_at
-                        self._slow.begin_anew(name)
-                        if this is not None:
-                            this.asked.pop(name, None)
+                name = self._names.get(node.public_key.strip())
+                if name is None:
+                    continue
+                found[name] = node.node_id
+                if self._since.get(name) != node.last_activated_at:
+                    self._since[name] = node.last_activated_at
+                    self._slow.begin_anew(name)
+                    if this is not None:
+                        this.asked.pop(name, None)
             for name in sorted(set(found) ^ set(self._nodes)):
                 _log.info("site %s %s", name, "is connected" if name in found else "is gone")
             self._nodes, self._looked = found, time.monotonic()
@@ -367,8 +368,4 @@ class FlowerTransport:
 
     def _reject(self, this: PendingRequests, site: str, why: str) -> None:
         _log.warning("site %s: its reply is rejected: %s", site, why)
-        this.answers[site] = _refusal(this.tasks[site], site, f"rejected: {why}")
-
-
-def _refusal(task: Task | Step, site: str, code: str) -> Refusal:
-    return Refusal(task.run, task.round, site, code)
+        this.refuse(site, f"rejected: {why}")

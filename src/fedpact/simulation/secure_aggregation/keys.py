@@ -62,12 +62,6 @@ def public_key(line: str) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def same_key(line: str, pem: bytes) -> bool:
-    """Whether an OpenSSH line and a PEM block are the same public key."""
-    form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    return public_key(line).public_bytes(*form).strip() == pem.strip()
-
-
 def sign(key: ec.EllipticCurvePrivateKey, purpose: str, block: bytes) -> bytes:
     """Return the signature of a block for one purpose."""
     return key.sign(_to_sign(purpose, block), _ALGORITHM)
