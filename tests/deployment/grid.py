@@ -215,7 +215,7 @@ class Run:
 
     @property
     def coordinator(self):
-        return Coordinator.of(self.directory / "server")
+        return Coordinator(self.directory / "server")
 
     def plan(self, **asked):
         """The sites' plan, of records that were asked for in these tables."""

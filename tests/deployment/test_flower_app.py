@@ -173,7 +173,7 @@ def test_app_passes_on_what_sites_sign(make, tmp_path, listening):
     where = make(tmp_path / "d", None, rounds=2, sites=2)
     homes = sorted((where / "sites").iterdir())
     nodes = [Node(10 + i, listening(home)) for i, home in enumerate(homes)]
-    coordinator, records = Coordinator.of(where / "server"), []
+    coordinator, records = Coordinator(where / "server"), []
     coordinate(coordinator, AppGrid(Strangers(nodes), coordinator.federation), records.append)
     assert [(r.round, r.refused) for r in records] == [(0, {}), (1, {}), (2, {})]
     assert all(events_in(home / "ledger.jsonl") > 0 for home in homes)
@@ -192,7 +192,7 @@ def test_a_node_is_identified_by_its_sites_signature(site_dir, deployment, liste
             return Message(flower_records.to_record(block, forged), reply_to=message)
 
     grid = AppGrid(
-        Strangers([honest, Liar(11, tmp_path)]), Coordinator.of(deployment / "server").federation
+        Strangers([honest, Liar(11, tmp_path)]), Coordinator(deployment / "server").federation
     )
     assert list(grid.get_nodes()) == []
     (found,) = grid.get_nodes()

@@ -53,7 +53,7 @@ def test_no_request_is_longer_than_the_plan_allows(status_of, client):
 @pytest.mark.parametrize("numbers", [7850, 3_000_000])
 def test_every_message_of_a_plan_passes(monkeypatch, deployment, numbers):
     """Whole, or in pieces: at 8 bytes a number; and nothing that is much longer."""
-    coordinator = Coordinator.of(deployment / "server")
+    coordinator = Coordinator(deployment / "server")
     assert coordinator.longest_message == 650
     coordinator.__dict__["longest_message"] = numbers
     most = server_process.most_request_bytes(coordinator)

@@ -33,7 +33,7 @@ def written(make, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def one_weight(monkeypatch):
     """Tried are others too, which takes most of the time: see evaluation/test_tuning.py."""
-    monkeypatch.setattr("fedpact.evaluation.personal.WEIGHTS", (0.1,))
+    monkeypatch.setattr("fedpact.evaluation.personal.WEIGHTS", (0.01,))
 
 
 def task_of(site, number=1):

@@ -24,7 +24,7 @@ from fedpact import algorithms
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import READY, Refusal, Reply, Task, from_bytes, to_bytes
 from fedpact.common.run_folder import Folder
-from fedpact.deployment.admission import expect_form
+from fedpact.deployment.admission import FARTHEST, expect_form
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.site_process import respond
 from fedpact.deployment.flower.transport import TooFewReplies
@@ -238,6 +238,15 @@ def test_a_bad_reply_is_rejected_and_the_round_continues(federate):
         bad = Reply(**{**good, "numbers": {"loss": loss}})
         assert admission.fault("site-00", task, bad, form) == "form"
         assert admission.fault("site-00", task, bad, lossy) == right
+
+    def moved(*by):
+        replies = [{**good, "vectors": {"w": task.vectors["w"] + far}} for far in by]
+        return {f"site-0{k}": Reply(**reply) for k, reply in enumerate(replies)}
+
+    assert admission.outliers(task, moved(1, 1.01 * FARTHEST, 1)) == ["site-01"]
+    assert admission.outliers(task, moved(1, 0.99 * FARTHEST, 1)) == []
+    # Of two nobody can say which one is wrong.
+    assert admission.outliers(task, moved(1, 2 * FARTHEST)) == []
 
 
 # The suite has one of each kind: one that remembers, opens rounds, or has losses, and a plain one.

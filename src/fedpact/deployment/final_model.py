@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -36,8 +36,6 @@ from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.reservations import spend_of
 from fedpact.simulation.predict import RecordedForm
 
-HANDED_OVER: Final = "handed over"
-BROUGHT: Final = "brought by the owner"
 _log = logging.getLogger("fedpact.site")
 
 
@@ -60,7 +58,7 @@ class FinalModel:
         """Store the model received from the server."""
         by = task.vectors.get(CONSTANTS)
         columns = None if by is None else name_columns(self.files.plan.records.released, by)
-        self._write(task.vectors["w"], task.included, columns, HANDED_OVER, task.round)
+        self._write(task.vectors["w"], task.included, columns, "handed over", task.round)
 
     def bring(self, source: Path | None) -> Path:
         """Import the model from a file, for a site that was away; return its new folder.
@@ -76,7 +74,9 @@ class FinalModel:
         w = read_model(path, module, FlatModel(module))
         names = of.plan.records.released
         columns = read_scales(path.with_name(COLUMNS), names) if names else None
-        self._write(w, of.last_round(rounds or of.plan.rounds), columns, BROUGHT, rounds)
+        self._write(
+            w, of.last_round(rounds or of.plan.rounds), columns, "brought by the owner", rounds
+        )
         return of.directory / RUN
 
     def own_model(self, w: Tensor, included: int) -> Tensor:

@@ -102,6 +102,13 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
     any_party = next(iter(places.values()))
     plan = Plan.read(any_party / "plan.json")
     federation, once = Federation.read(any_party / "federation.toml"), plan.evaluation_terms
+    if server is None:  # a site knows only whether it has the final model
+        ended = read_ending(any_party, federation.run) is not None
+        status = "ended; the final model is here" if ended else "known to the server"
+    else:
+        folder = Folder(server / RUN)
+        ended = (folder.path / "summary.json").exists()
+        status = folder.read_json("summary.json")["status"] if ended else "not ended"
     return {
         "run": federation.run,
         "adjacency": plan.privacy.adjacency,
@@ -113,11 +120,9 @@ def inspect_deployment(directory: Path) -> dict[str, Any]:
             if not running[name] and (where / "log.txt").exists()
         },
         "round": last_round(server) if server else None,
-        "status": _status(any_party if server is None else server, federation.run),
+        "status": status,
         # Only in a site's own directory, so that no one else sees these figures by accident.
-        "own_figures": own_figures(directory, federation.run)
-        if (directory / "site.toml").exists()
-        else None,
+        "own_figures": own_figures(directory, federation.run) if server is None else None,
         "ledgers": {
             name: read_receipt(where / SiteSettings.read(where).ledger)
             for name, where in places.items()
@@ -185,13 +190,3 @@ def last_round(server: Path) -> dict[str, Any] | None:
         record = RoundRecord.from_json(lines[-1].decode())
     shown = ("round", "accuracy", "loss", "epsilon", "epsilon_alone", "refused", "seconds")
     return {name: getattr(record, name) for name in shown}
-
-
-def _status(party: Path, run: str) -> str:
-    """Return the state of a run; a site knows only whether it has the final model."""
-    if (party / "site.toml").exists():
-        ended = read_ending(party, run) is not None
-        return "ended; the final model is here" if ended else "known to the server"
-    folder = Folder(party / RUN)
-    ended = (folder.path / "summary.json").exists()
-    return folder.read_json("summary.json")["status"] if ended else "not ended"

@@ -52,7 +52,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
     alone = only_one(directory / LOCK, f"{directory} is in use already")
     with _file_errors(directory), _end_by_signals(), alone, in_a_child():
         with in_a_child():  # its child ends before this process grows
-            coordinator = Coordinator.of(directory)
+            coordinator = Coordinator(directory)
             coordinator.price()
         keys.check_server_keys(directory, coordinator.federation)
         _prepare(coordinator.federation.seeds == "test")

@@ -16,7 +16,6 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -106,32 +105,26 @@ _EPSILON = (
 )
 
 
-@dataclass(frozen=True)
 class Coordinator:
-    """The server's side of one run. Raises InputError if its files do not match."""
+    """The server's side of one run, by the files of its directory.
 
-    directory: Path
-    federation: Federation
-    plan: Plan
-    terms: dict[str, Terms]
+    Raises InputError if they do not match.
+    """
 
-    @staticmethod
-    def of(directory: Path) -> "Coordinator":
-        """Read a server's directory."""
-        federation = Federation.read(directory / "federation.toml")
-        plan = read_plan(directory / "plan.json")
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.federation = federation = Federation.read(directory / "federation.toml")
+        self.plan = plan = read_plan(directory / "plan.json")
         plan.check_sites(len(federation.sites))
         check_secure(plan, len(federation.sites))
-        form = federation.form(plan)
-        found = Coordinator(directory, federation, plan, federation.terms(plan))
+        self.terms = federation.terms(plan)
         if plan.privacy.shares_noise:
-            check_shares(plan, found.terms, FlatModel(found.module()).size)
-        check_grid(found.terms.values())
-        each = ((one.columns, one.size) for one in found.terms.values())
+            check_shares(plan, self.terms, FlatModel(self.module()).size)
+        check_grid(self.terms.values())
+        each = ((one.columns, one.size) for one in self.terms.values())
         advise_of_loud(f"run {federation.run}", each)
         test = (directory / "test.npz").exists() and not plan.head
-        check_public(plan.budget.early, plan.private, form, test=test, held=False)
-        return found
+        check_public(plan.budget.early, plan.private, self.form, test=test, held=False)
 
     @property
     def folder(self) -> Folder:

@@ -112,11 +112,8 @@ class Progress:
 
     @staticmethod
     def of(run: str, block: bytes | None) -> "Progress":
-        """Read a run's from a site's store; empty if missing, unreadable or of an earlier run."""
-        try:
-            found = Progress(**json.loads(block or b"{}"))
-        except (ValueError, TypeError):
-            found = Progress()
+        """Read a run's from a site's store; empty if missing or of an earlier run."""
+        found = Progress(**json.loads(block or b"{}"))
         return found if found.run == run else Progress(run)
 
 
@@ -158,8 +155,13 @@ class Examiner:
         self._secure = SecureDraws()
         self._key = b""
         if self.form.share:
+            where, run = files.directory, federation.run
             drawn = key_of_seed(plan.seed, name) if self._test else None
-            self._key = drawn or _examiner_key(files.directory, files.ledger, federation.run)
+            self._key = drawn or find_examiner_key(where, files.ledger, run) or b""
+            if not self._key:
+                # Costs of runs add up, so another run may have another secret.
+                self._key = secrets.token_bytes(_KEY_BYTES)
+                write_whole(where / _KEY_FILE, self._key)
         self._store = store
         self._held: HeldOut | None = None
 
@@ -242,18 +244,6 @@ def own_figures(directory: Path, run: str) -> dict[str, Any] | None:
     """
     found = json.loads(read_store(directory, FIGURES) or b"{}")
     return found if found.get("run") == run else None
-
-
-def _examiner_key(directory: Path, ledger: Path, run: str) -> bytes:
-    """Return the site's secret; create it if this run has reserved no evaluations yet.
-
-    Costs add up over several runs, so another run may have another secret.
-    """
-    found = find_examiner_key(directory, ledger, run)
-    if found is None:
-        found = secrets.token_bytes(_KEY_BYTES)
-        write_whole(directory / _KEY_FILE, found)
-    return found
 
 
 def find_examiner_key(directory: Path, ledger: Path, run: str) -> bytes | None:

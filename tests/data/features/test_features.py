@@ -764,7 +764,7 @@ def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path):
         with Site(home) as opened:
             assert torch.equal(opened._records(ASKED).x, site.x)
         assert stat.S_IMODE((home / "records.npz.features").stat().st_mode) == 0o600
-    coordinator = Coordinator.of(directory / "server")
+    coordinator = Coordinator(directory / "server")
     assert coordinator.workshop().example.shape == scene.dataset.x.shape[1:]
 
 

@@ -124,7 +124,7 @@ def serve_app(grid: "Grid", directory: Path) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("fedpact").setLevel(logging.INFO)
     with only_one(directory / LOCK, f"{directory} is in use already"):
-        coordinator = Coordinator.of(directory)
+        coordinator = Coordinator(directory)
         over = cast(PromptGrid, AppGrid(grid, coordinator.federation))
         tell = partial(print, flush=True)
         tell(TERMS)
