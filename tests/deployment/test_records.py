@@ -128,20 +128,26 @@ def test_outgoing_message_form_is_independent_of_records(make, tmp_path, algorit
         assert everything(site_dir) == clean, name
 
 
-@pytest.fixture(scope="module")
-def of_users():
-    """Models of this folder are found as those beside a configuration are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent)
-        yield
+class Bag(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.e, self.l = torch.nn.Embedding(50, 4), torch.nn.Linear(4, classes)
+
+    def forward(self, x):
+        return self.l(self.e(x).mean(1))
+
+
+def bag(shape, classes):
+    return Bag(classes)
 
 
 @pytest.fixture(scope="module")
-def word_sites(make, tmp_path_factory, of_users):
+def word_sites(make, tmp_path_factory):
     where = tmp_path_factory.mktemp("words")
     rng = np.random.default_rng(0)
     np.savez(where / "t.npz", x=rng.integers(0, 50, (60, 6)), y=rng.integers(0, 2, 60))
-    plan = {"data": str(where / "t.npz"), "model": "words:bag", "sites": 2, "sampling_rate": 0.5}
+    plan = {"data": str(where / "t.npz"), "model": f"{__name__}:bag"}
+    plan |= {"sites": 2, "sampling_rate": 0.5}
     return make(where / "d", settings={"local_steps": 1}, rounds=2, **plan, **EQUAL_LENGTHS)
 
 
