@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,38 +142,9 @@ class PaddedNot(nn.Module):
         return self.layer(input_ids).mean(1)
 
 
-class OfMultipleChoice(PaddedNot):
-    def forward(self, input_ids, attention_mask):
-        raise RuntimeError("its own words")
-
-
 class Short(PaddedNot):
     def forward(self, input_ids, attention_mask):
         return self.layer(input_ids + torch.arange(input_ids.shape[1]) * 4).mean(1)
-
-
-class Prefixed(OfMultipleChoice):
-    peft_config = {"default": SimpleNamespace(peft_type="PREFIX_TUNING")}  # noqa: RUF012
-
-    def get_base_model(self):
-        return Short()
-
-
-class Paired(Short):
-    def forward(self, input_ids, attention_mask=None, pixel_values=None):
-        return pixel_values.mean((2, 3)) + input_ids.sum(1, keepdim=True)
-
-
-class Sized(PaddedNot):
-    main_input_name = "pixel_values"
-    default_cfg = {"input_size": (3, 8, 6)}  # noqa: RUF012
-
-    def forward(self, pixel_values):
-        return pixel_values.mean(2) @ torch.ones(6, 3)
-
-
-OfMultipleChoice.__name__ = "BertForMultipleChoice"
-Prefixed.__name__ = "PeftModel"
 
 
 class Shrunk(nn.Sequential):
@@ -203,13 +173,8 @@ TEXT = torch.zeros(2, 5, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("name", "record", "told"),
     [
-        ("OfMultipleChoice", TEXT, "it chooses among several texts, and a record is one text"),
-        ("Paired", TEXT, "it reads a text together with an image, and a record is one of the two"),
-        ("Prefixed", TEXT, "prefix tuning puts keys and values in front"),
         ("PaddedNot", TEXT, "it takes no text with padding"),
         ("Short", TEXT, "takes texts of at most 2 tokens: set records.length = 2 "),
-        ("Sized", torch.zeros(3, 8, 8), r"takes images of \(3, 8, 6\): give such"),
-        ("Paired", torch.zeros(3, 8, 8), "it reads a text together with an image"),
         ("Unnamed", TEXT, r"is given \(2, 5\), tokens and their mask: name its inputs"),
         ("Shrunk", torch.zeros(1, 4, 4), "a layer normalises over a single number"),
         ("Grouped", torch.zeros(3, 4, 4), "a layer normalises over a single number"),

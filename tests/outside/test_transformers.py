@@ -261,13 +261,6 @@ def test_a_text_that_is_too_long_is_told_by_its_length(trained, kind, most):
         trained(lambda: make(TEXT[kind]()), LONG, label="label")
 
 
-def test_an_image_of_another_size_is_told_the_models_own(trained):
-    make = hf.AutoModelForImageClassification.from_config
-    images = torch.randn(48, 3, 48, 48), torch.tensor(LABELS)
-    with pytest.raises(fedpact.FedpactError, match=r"takes images of \(3, 32, 32\)"):
-        trained(lambda: make(PICTURES["vit"]()), images)
-
-
 LONGER = {"factor": 32.0, "original_max_position_embeddings": 8192}
 SCALED = {
     "default": {},

@@ -193,9 +193,7 @@ def explain_failure(module: nn.Module, x: Tensor, count: int, error: Exception) 
         x[:, 1] = 1
         if _passes(module, x):
             return "it takes no text with padding: choose another model"
-    if told := _of_another_size(module, x):
-        return told
-    if isinstance(module, NamedInputs) and (told := _of_another_kind(module)):
+    if not x.is_floating_point() and (told := _of_another_length(module, x)):
         return told
     if not isinstance(module, NamedInputs) and x.dim() == 3 and not x.is_floating_point():
         return (
@@ -266,32 +264,10 @@ def make_whole_text(module: nn.Module, x: Tensor) -> Tensor:
     """
     x = torch.ones_like(x)
     if reads_mask(module, x):
-        if getattr(_config(module), "pad_token_id", None) == 1:
+        if getattr(getattr(module.model, "config", None), "pad_token_id", None) == 1:
             x[:, 0] = 2
         x[:, 1, -1] = 0
     return x
-
-
-def _of_another_kind(module: NamedInputs) -> str:
-    """Return what to take in place of a model of records that there are none of; "" if unknown."""
-    if {"input_ids", "pixel_values"} <= {*module.names}:
-        return (
-            "it reads a text together with an image, and a record is one of the two: choose a "
-            "model of texts, as AutoModelForSequenceClassification, or of images, as "
-            "AutoModelForImageClassification"
-        )
-    if module.called.endswith("MultipleChoice"):
-        return (
-            "it chooses among several texts, and a record is one text: make a record of each "
-            "choice, with a label of whether it is right, for AutoModelForSequenceClassification"
-        )
-    adapters = getattr(module.model, "peft_config", {}).values()
-    if any(getattr(one, "peft_type", "") == "PREFIX_TUNING" for one in adapters):
-        return (
-            "prefix tuning puts keys and values in front of a text's own, which this model may not "
-            "take: choose another kind of adapter, as peft.LoraConfig"
-        )
-    return ""
 
 
 def _passes(module: nn.Module, x: Tensor) -> bool:
@@ -301,12 +277,8 @@ def _passes(module: nn.Module, x: Tensor) -> bool:
     return False
 
 
-def _of_another_size(module: nn.Module, x: Tensor) -> str:
-    if x.is_floating_point():
-        for size in _own_sizes(module):
-            if size != x.shape[1:] and _passes(module, x.new_zeros(len(x), *size)):
-                return f"it takes images of {size}: give such, or build it for the shape of yours"
-        return ""
+def _of_another_length(module: nn.Module, x: Tensor) -> str:
+    """Return the longest text that a model takes, found by bisection; "" if it takes none."""
     takes, fails = 0, x.shape[-1] if x.dim() == 2 or isinstance(module, NamedInputs) else 0
     while fails - takes > 1:
         middle = (takes + fails) // 2
@@ -317,21 +289,3 @@ def _of_another_size(module: nn.Module, x: Tensor) -> str:
         f"it takes texts of at most {takes} tokens: set records.length = {takes} "
         f"(records={{'length': {takes}}} in Python), or build it with more positions"
     )
-
-
-def _config(module: nn.Module) -> Any:
-    return getattr(module.model if isinstance(module, NamedInputs) else module, "config", None)
-
-
-def _own_sizes(module: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of images that a model of transformers or timm says it was built for."""
-    below: Any = module.model if isinstance(module, NamedInputs) else module
-    known = getattr(below, "default_cfg", None) or {}
-    found = [tuple(known.get("input_size", ()))]
-    config = _config(module)
-    patches = getattr(below, "patch_embed", None)
-    for one in (config, patches):
-        side = getattr(one, "image_size", getattr(one, "img_size", None))
-        sides = (side, side) if isinstance(side, int) else tuple(side or ())
-        found.append((getattr(one, "num_channels", 3), *sides))
-    return [size for size in found if len(size) == 3]
