@@ -11,11 +11,10 @@ as it is, and is left out or filled like any other.
 """
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
-from typing import Any, Final
+from difflib import get_close_matches
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,12 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fedpact.common.errors import DataError, nearest
 from fedpact.common.format import list_some, toml, toml_key
 from fedpact.data.cells import Cells, find_named, to_numbers
-
-_ALIKE: Final = 0.6
-"""Names whose difflib ratio is at least this, its own default, may mean one column."""
-
-_ABBREVIATED: Final = 3
-"""At least so many letters may abbreviate a longer word, as temp does."""
 
 
 class FileColumn(BaseModel):
@@ -98,13 +91,11 @@ class ColumnDifference:
         """Return it for names that are declared and names that a file has."""
         missing = tuple(name for name in wanted if name not in found)
         unexpected = tuple(name for name in found if name.strip() and name not in wanted)
-        pairs = sorted(
-            ((_likeness(a, b), a, b) for a in missing for b in unexpected), key=lambda p: -p[0]
-        )
         renamed = dict[str, str]()
-        for likeness, name, other in pairs:
-            if likeness >= _ALIKE and name not in renamed and other not in renamed.values():
-                renamed[name] = other
+        for name in missing:
+            free = {other.lower(): other for other in unexpected if other not in renamed.values()}
+            for alike in get_close_matches(name.lower(), free, n=1):
+                renamed[name] = free[alike]
         return ColumnDifference(missing, unexpected, renamed)
 
     def describe(self) -> str:
@@ -120,25 +111,6 @@ class ColumnDifference:
         """Return the line of site.toml that would name the first of the missing."""
         name = next(iter(self.renamed), self.missing[0])
         return f"{toml_key(name)} = {toml(self.renamed.get(name, '...'))}"
-
-
-def _likeness(name: str, other: str) -> float:
-    """Return from 0 to 1 how likely two names are one column's: spelling, words, initials."""
-    a, b = _words(name), _words(other)
-    if a == b or set(a) < set(b) or set(b) < set(a):
-        return 1.0
-    for short, long in ((a, b), (b, a)):
-        if len(long) > 1 and "".join(short) == "".join(word[0] for word in long):
-            return 1.0
-        if len(short[0]) >= _ABBREVIATED and long[0].startswith(short[0]):
-            return 0.9
-    return SequenceMatcher(None, "".join(a), "".join(b)).ratio()
-
-
-def _words(name: str) -> list[str]:
-    """Return a name's words in small letters: of "bodyMass_2" body, mass and 2."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return re.findall(r"[^\W\d_]+|\d+", spaced.lower()) or [name]
 
 
 def declared_columns(
