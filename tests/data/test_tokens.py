@@ -315,12 +315,6 @@ def test_as_many_labels_as_tokens_are_asked_for(labels):
     assert len(found.y) == (2 if len(labels) == 4 else 1)
 
 
-def test_lists_that_no_record_has_are_named(caplog):
-    boxes = [[[0, 0, 1, 1]] * len(row) for row in IDS]
-    from_python({**TABLE, "bbox": boxes}, PlanRecords(), "label")
-    assert "the lists of bbox are not used" in caplog.text
-
-
 def test_labels_that_copy_the_tokens_are_warned_of(caplog):
     table = {"input_ids": IDS, "label": [[-100, *row[1:]] for row in IDS]}
     classes = PlanRecords(classes=[*"01234567"])

@@ -26,7 +26,6 @@ from torch.utils.data import Dataset as Items
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import count_noun, list_some
-from fedpact.common.params import TOKENS
 from fedpact.data.cells import (
     SUFFIXES,
     Cells,
@@ -166,8 +165,6 @@ def table_of(
     others = [column for column in roles if not is_next_token(column)]
     among = choose_features(columns, form, others)
     rows = token_columns(columns, among, form.length)
-    if rows:
-        _warn_of_lists(origin, columns, rows, {*among} - {*roles})
     for key, names in (("features", form.features or ()), ("drop", form.drop)):
         known = {*columns, *rows} - {*others}
         if odd := [c for c in names if c not in known]:
@@ -196,19 +193,6 @@ def table_of(
         y = [titles[int(cell)] if cell in range(len(titles)) else None for cell in y]
     table = Table(sieve, x, y, *names, roles=roles, titles=titles, labels="names")
     return _with_arrays(table, form, shape, at_site=labelled)
-
-
-def _warn_of_lists(
-    origin: str, columns: Mapping[str, Any], rows: Mapping[str, Any], among: Collection[str]
-) -> None:
-    used = {id(cells) for cells in rows.values()}
-    free = [n for n in columns if n in among and id(columns[n]) not in used]
-    if left := [n for n in free if _holds_arrays(columns[n])]:
-        _logger.warning(
-            "%s: the lists of %s are not used, even if the model could read them: a record of "
-            "tokens is made of %s",
-            *(origin, ", ".join(left), ", ".join(TOKENS)),
-        )
 
 
 def _numbering(origin: str, names: Sequence[str], form: RecordForm) -> list[str]:
