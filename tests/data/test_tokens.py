@@ -315,17 +315,6 @@ def test_as_many_labels_as_tokens_are_asked_for(labels):
     assert len(found.y) == (2 if len(labels) == 4 else 1)
 
 
-def test_labels_that_copy_the_tokens_are_warned_of(caplog):
-    table = {"input_ids": IDS, "label": [[-100, *row[1:]] for row in IDS]}
-    classes = PlanRecords(classes=[*"01234567"])
-    from_python(table, classes, "label", target=TOKENS)
-    assert "learned by copying it" in caplog.text
-    caplog.clear()
-    table["label"] = [[-100, *(t % 2 for t in row[1:])] for row in IDS]
-    from_python(table, classes, "label", target=TOKENS)
-    assert "learned by copying it" not in caplog.text
-
-
 def test_a_table_has_lists_of_several_labels():
     table = {"a": [0.1, 0.2, 0.3, 0.4], "label": [[0, 1], [1, 1], [1, 0], [0, 0]]}
     found = from_python(table, PlanRecords(), "label", target=LabelForm(kind="several"))

@@ -213,7 +213,6 @@ def dataset_of(
         targets.check_several(name, names, main, form)
     targets.check_ambiguous(name, names, tables, form)
     ys = [targets.read_labels(table, names, form) for table in tables]
-    targets.warn_of_copies(tables[0], xs[0], ys[0])
     site = None if main.site is None else targets.read_sites(main)
     person = None
     if main.person is not None:

@@ -26,7 +26,6 @@ from torch import Tensor
 from fedpact.common.errors import DataError
 from fedpact.common.format import list_some
 from fedpact.common.losses import UNLABELLED
-from fedpact.common.params import TOKENS
 from fedpact.data import cells
 from fedpact.data.cells import Cells, is_blank, text_of
 from fedpact.data.dataset import BEYOND_LABELS, NO_NUMBER, NO_PLACE_LABELLED, RecordFilter
@@ -408,21 +407,6 @@ def token_labels(
     for row in ((y != UNLABELLED) & (y != ids)).any(1).nonzero()[0].tolist():
         table.sieve.leave_out(row, label or "y", "differs from the record's tokens", y[row])
     return replace(table, y=next_labels(y, x))
-
-
-def warn_of_copies(table: Table, x: np.ndarray, y: np.ndarray) -> None:
-    """Warn if the label of every token of records x [n, ..., T] is the token itself."""
-    ids = x[:, 0] if x.ndim == 3 else x
-    if x.dtype.kind != "i" or y.shape != ids.shape or (x.ndim == 3 and x.shape[1] == len(TOKENS)):
-        return
-    good = table.sieve.good
-    named = y[good] != UNLABELLED
-    if named.any() and (y[good] == ids[good])[named].all():
-        _logger.warning(
-            "%s: every label is the token itself, which is learned by copying it: a causal model "
-            'learns the next token by task.kind = "next_token"',
-            table.sieve.origin,
-        )
 
 
 def check_places(name: str, kind: str, y: Any, shape: tuple[int, ...]) -> None:
