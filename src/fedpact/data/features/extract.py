@@ -16,10 +16,10 @@ Square roots raise weak responses relative to strong ones, as in Fisher vectors 
 Mensink, ECCV 2010). Unit length bounds every record's gradient by a clip that is chosen without
 looking at records.
 
-A cache file is _MAGIC, the SHA-256 of the key and the content, then safetensors. The key is a
-digest of everything that determines the content, records included. A damaged cache, or one with
-another key, is recomputed; a file without _MAGIC is not overwritten. The whitening depends on
-generated images only, so it is public, and cached for all records.
+A cache file is the SHA-256 of the key and the content, then safetensors. The key is a digest of
+everything that determines the content, records included. A damaged cache, or one with another key,
+is recomputed. The whitening depends on generated images only, so it is public, and cached for all
+records.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedpact.common.errors import DataError, ModelError
-from fedpact.common.files import PRIVATE, write_whole
+from fedpact.common.files import write_whole
 from fedpact.common.params import init_worker_thread
 from fedpact.data.download import cache_dir
 from fedpact.data.features.kinds import (
@@ -56,37 +56,23 @@ from fedpact.data.features.user_module import Backbone, factory_of
 from fedpact.data.schema import RecordForm, Scaling
 from fedpact.per_sample.products import linear
 
-_MAGIC: Final = b"fedpact features\n"
-_BODY: Final = len(_MAGIC) + 32
+_DIGEST: Final = hashlib.sha256().digest_size
 
 
 def load_tensors(path: Path, key: bytes) -> dict[str, Tensor] | None:
     """Return the tensors stored under a key, None if there are none or they cannot be read."""
     try:
         block = path.read_bytes()
-        if _start(key, block[_BODY:]) != block[:_BODY]:
-            return None
-        # A copied file may be readable by others: make it private, or recompute it.
-        if path.stat().st_mode & ~PRIVATE & 0o777:
-            path.chmod(PRIVATE)
     except OSError:
         return None
-    return load(block[_BODY:])
+    found = hashlib.sha256(key + block[_DIGEST:]).digest() == block[:_DIGEST]
+    return load(block[_DIGEST:]) if found else None
 
 
 def store_tensors(path: Path, key: bytes, tensors: Mapping[str, Tensor]) -> None:
-    """Store tensors, readable by their owner only.
-
-    Raises OSError: the file cannot be written, or is not a cache.
-    """
-    if path.exists() and not (path.read_bytes() or _MAGIC).startswith(_MAGIC):
-        raise FileExistsError(f"{path} is no cache of features; move it to make room for one")
+    """Store tensors, readable by their owner only. Raises OSError: the file cannot be written."""
     block = save(dict(tensors))
-    write_whole(path, _start(key, block), block)
-
-
-def _start(key: bytes, block: bytes) -> bytes:
-    return _MAGIC + hashlib.sha256(key + block).digest()
+    write_whole(path, hashlib.sha256(key + block).digest(), block)
 
 
 _SHRINKAGE: Final = 0.4
