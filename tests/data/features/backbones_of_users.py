@@ -45,10 +45,6 @@ def nothing(shape):
     return None
 
 
-def deaf(shape):
-    return nn.Sequential(nn.Flatten(), nn.Threshold(9.0, 1.0))
-
-
 class _Counting(nn.Module):
     """Keeps a mean of what it has seen, and tells it."""
 

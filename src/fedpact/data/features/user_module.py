@@ -8,7 +8,6 @@ TorchScript, random numbers. The weights are the factory's, or a file's with the
 
 import hashlib
 import inspect
-import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,6 @@ from fedpact.data.features.kinds import FeatureSettings
 from fedpact.per_sample.tracing.export import Trace, Untraceable, WithLoss, trace_of
 from fedpact.per_sample.tracing.program import draws, evaluate_nodes
 
-_logger = logging.getLogger("fedpact")
 _FORM = "factory(shape) -> nn.Module"
 # The random state belongs to the process, so threads must not draw at the same time.
 _DRAWING = threading.Lock()
@@ -143,12 +141,6 @@ class Backbone:
             parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             parts.append(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         self.fingerprint = hashlib.sha256(b"\0".join(parts)).hexdigest()
-        if all(torch.equal(answers[0], one) for one in answers):
-            _logger.warning(
-                "%s answers zeros, ones and drawn numbers with the same: a model of it learns "
-                "nothing, unless records are of another kind",
-                self._name,
-            )
 
     def _fill(self, module: nn.Module, path: Path, sha256: str | None) -> None:
         block = read_checked(path, sha256, "features.weights")
