@@ -1,7 +1,5 @@
 """Lines of a forward pass that stand in the way, all of them at once, beside what layers do."""
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,7 +45,6 @@ SEEN = {
     "product": (lambda net, h: (h @ h.t()).softmax(1) @ h, "records of a batch meet"),
     "order": (lambda net, h: h + h.flip(0), "records of a batch meet"),
     "state": (keep, "changes the model's own state"),
-    "python": (lambda net, h: h * random.random(), "Python's or numpy's random numbers"),
     "autocast": (rounded, "rounded by torch.autocast"),
 }
 
@@ -56,7 +53,7 @@ SEEN = {
 def test_each_obstructing_line_is_named(kind):
     act, told = SEEN[kind]
     (found, *_) = [one for one in find_in_pass(Net(act), torch.zeros(3)) if told in one]
-    assert "test_watched_pass.py, line" in found or kind == "python"
+    assert "test_watched_pass.py, line" in found
 
 
 def test_a_table_of_tokens_has_its_lines_too():

@@ -5,14 +5,12 @@ found with a record of NaN, which must not spread to other records. The tracer c
 what is found, so these findings are only added to the error of a certain obstacle.
 """
 
-import random
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from traceback import extract_stack
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -31,14 +29,12 @@ _NUMBER: Final = "a number leaves its tensor"
 _STATE: Final = "a pass changes the model's own state"
 _MIXED: Final = "records of a batch meet"
 _ROUNDED: Final = "numbers are rounded by torch.autocast"
-_DRAWN: Final = "Python's or numpy's random numbers are drawn"
 _REMEDIES: Final = {
     _BRANCH: "torch.where(condition, a, b) chooses for each record",
     _NUMBER: "compute with the tensor itself, a number for each record, as x.amax(1)",
     _STATE: "take that out, or find it from public records before and freeze it",
     _MIXED: "take means, sorts and the like within a record, from dimension 1 on",
     _ROUNDED: 'take it out; precision = "bf16" of a run computes so, and is checked for it',
-    _DRAWN: "draw with torch.rand_like or dropout, a number for each record",
 }
 _TAKEN: Final = {"__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__"}
 _OF_LAYERS: Final = ("batch_norm", "instance_norm")
@@ -82,7 +78,6 @@ def _watch(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str
     if marked and x.is_floating_point():
         x[0] = torch.nan
     watch = _Watch(held.values(), x, marked=marked)
-    before = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]), keeping_modes(module), state_kept(module):
         module.train()
         for layer in module.modules():
@@ -93,11 +88,7 @@ def _watch(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str
                 torch.func.functional_call(module, held, (x,))
         except Exception:  # the findings before it are reported
             pass
-        after = random.getstate(), np.random.get_state()
-    random.setstate(before[0])
-    np.random.set_state(before[1])
-    drawn = before[0] != after[0] or str(before[1]) != str(after[1])
-    return [*watch.notes, *([(_DRAWN, "in its forward pass")] * drawn)]
+    return watch.notes
 
 
 class _Watch(TorchFunctionMode):
