@@ -226,25 +226,6 @@ def test_numbers_of_parquet_name_classes_by_their_own_type(tmp_path):
     assert data.y.tolist() == [0, 1]
 
 
-def test_pandas_periods_are_no_numbers(tmp_path):
-    """They are stored as whole numbers, as which they were trained on."""
-    months = pd.period_range("2020-01", periods=2, freq="M")
-    table = pa.table(pd.DataFrame({"v": [1.0, 2.0], "month": months, "y": ["a", "b"]}))
-    # As a file is read where pandas has not registered its type.
-    told = {b"ARROW:extension:name": b"pandas.period", b"ARROW:extension:metadata": b"{}"}
-    field = pa.field("month", pa.int64(), metadata=told)
-    stored = table.set_column(1, field, pa.array([600, 601]))
-    pa.unregister_extension_type("pandas.period")
-    try:
-        parquet.write_table(stored, tmp_path / "t.parquet")
-        with pytest.raises(DataError, match="column month: is not a finite number"):
-            load_dataset(str(tmp_path / "t.parquet"), "y")
-    finally:
-        pa.register_extension_type(table.schema.field("month").type)
-    with pytest.raises(DataError, match="column month: is not a finite number"):
-        from_python(table, PlanRecords(), "y")
-
-
 def test_a_parquet_column_named_twice_is_named_in_the_error(tmp_path):
     table = pa.Table.from_arrays([pa.array([1.0]), pa.array([2.0])], names=["a", "a"])
     parquet.write_table(table, tmp_path / "t.parquet")

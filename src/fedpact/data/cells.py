@@ -40,19 +40,13 @@ _NARROW: Final = {
 """What tables from Python call the types of floats that Python's own floats do not tell."""
 
 
-def arrow_cells(column: Any, *, period: bool = False) -> Cells:
-    """Return the cells of an Arrow Array or ChunkedArray; None for unreadable ones.
-
-    period: whether they are pandas' periods, if the type does not say it. Their numbers count from
-    1970, so they are text here.
-    """
+def arrow_cells(column: Any) -> Cells:
+    """Return the cells of an Arrow Array or ChunkedArray; None for unreadable ones."""
     import pyarrow
     from pyarrow import types
 
     if not isinstance(column, pyarrow.ChunkedArray):
         column = pyarrow.chunked_array([column])
-    if period or "pandas.period" in str(column.type):
-        return [None if one is None else f"period {one}" for one in column.to_pylist()]
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
     if not (types.is_integer(kind) or types.is_floating(kind)):
         return [_arrow_cell(one) for one in column]
@@ -434,13 +428,7 @@ def _read_parquet(path: Path) -> Columns:
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error
     check_printable(f"data file {path}", "column", table.column_names)
-    cells = {
-        field.name: arrow_cells(
-            table.column(field.name),
-            period=(field.metadata or {}).get(b"ARROW:extension:name") == b"pandas.period",
-        )
-        for field in table.schema
-    }
+    cells = {name: arrow_cells(table.column(name)) for name in table.column_names}
     return Columns(cells, index=index_of(table))
 
 
