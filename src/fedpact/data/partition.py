@@ -11,6 +11,7 @@ file is imported. docs/how-to/extend.md shows how to add one.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,19 +131,8 @@ PARTITION_KINDS: Final[dict[str, PartitionKind]] = {
     "natural": PartitionKind(None),
 }
 
-# By flwr-datasets' names: the kinds that they are.
-_USUAL_NAMES: Final = {
-    "IidPartitioner": "iid",
-    "DirichletPartitioner": "dirichlet",
-    "InnerDirichletPartitioner": "inner_dirichlet",
-    "PathologicalPartitioner": "pathological",
-    "ShardPartitioner": "shards",
-    "ContinuousPartitioner": "feature_skew",
-    "LinearPartitioner": "linear",
-    "SquarePartitioner": "square",
-    "ExponentialPartitioner": "exponential",
-    "NaturalIdPartitioner": "natural",
-}
+# By flwr-datasets' names: the kinds that they are, if not those that the names say.
+_USUAL_NAMES: Final = {"shard": "shards", "continuous": "feature_skew", "natural_id": "natural"}
 
 
 def site_names(sites: int) -> list[str]:
@@ -156,7 +146,9 @@ def site_names(sites: int) -> list[str]:
 
 
 def _check_kind(kind: str) -> str:
-    kind = _USUAL_NAMES.get(kind, kind)
+    if kind.endswith("Partitioner"):
+        name = re.sub("(?<=.)(?=[A-Z])", "_", kind.removesuffix("Partitioner")).lower()
+        kind = _USUAL_NAMES.get(name, name)
     if kind not in PARTITION_KINDS:
         raise ValueError(
             f"{kind!r} is no kind of partition: expected one of {', '.join(PARTITION_KINDS)}, or "

@@ -272,7 +272,6 @@ UNWHITENED = {**SMALL["patches"], "whiten": False}
     [
         (SMALL["scattering"], (13,), "expected images"),
         (SMALL["patches"], (1, 3, 28), "at least 4 x 4 pixels, as size = 4; lower size"),
-        ({"kind": "patches"}, (16, 16, 3), "; if channels come last, .* numpy.moveaxis"),
         ({"kind": "scattering"}, (1, 8), "at least 2 x 2 pixels$"),
         ({**SMALL["patches"], "cells": 6}, (8, 8), "5 x 5 at most; lower cells, or size = 4"),
         ({**SMALL["patches"], "threshold": 1000.0}, (8, 8), "a lower threshold than 1000"),

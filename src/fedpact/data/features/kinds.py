@@ -305,12 +305,9 @@ def _cells(settings: Any, default: int, most: int, shape: Shape) -> int:
     patches = settings.kind == "patches"
     if most < 1:
         least = settings.size if patches else 2
-        last = shape[-1] <= 4 < shape[0]
         raise ModelError(
             f"features.kind = {settings.kind!r} with images of shape {shape}: expected at least "
             f"{least} x {least} pixels{f', as size = {least}; lower size' * patches}"
-            + "; if channels come last, pass numpy.moveaxis(x, -1, 1)"
-            * last
         )
     cells = min(default, most) if settings.cells is None else settings.cells
     if not 1 <= cells <= most:
