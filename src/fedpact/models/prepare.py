@@ -56,7 +56,7 @@ def prepare(
     if batch_norm not in (None, "group"):
         raise InputError(f"batch_norm is {batch_norm!r}: expected 'group', or leave it out")
     model = copy.deepcopy(model)
-    done = [said for act in _ACTS if (said := act(model))]
+    done = list(_change_alike(model))
     if batch_norm and (names := _list_names(model, lambda layer: isinstance(layer, BatchNorm))):
         model = replace_batchnorm(model)
         done.append(f"GroupNorm in place of BatchNorm: {list_some(names, _FEW)}")
@@ -217,54 +217,31 @@ _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
 """Tests of layers that prevent private training, each with a remedy ({} is their names)."""
 
 
-def _write_nothing_in_place(model: nn.Module) -> str:
-    names = _list_names(model, lambda layer: getattr(layer, "inplace", False) is True)
-    for name in names:
-        cast(Any, model.get_submodule(name)).inplace = False
-    return f"inplace = False: {list_some(names, _FEW)}" if names else ""
-
-
-def _whole_precision(model: nn.Module) -> str:
-    if not any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-        return ""
-    model.float()
-    return "weights of half precision are float32"
-
-
-def _checkpoint_nothing(model: nn.Module) -> str:
-    if not getattr(model, "is_gradient_checkpointing", False):
-        return ""
-    cast(Any, model).gradient_checkpointing_disable()
-    return "gradient checkpointing is off"
-
-
-def _attend_by_torch(model: nn.Module) -> str:
+def _change_alike(model: Any) -> Iterator[str]:
+    """Make the changes that leave a model's results the same, and say which."""
+    if names := _list_names(model, lambda layer: getattr(layer, "inplace", False) is True):
+        for layer in model.modules():
+            if hasattr(layer, "inplace"):
+                layer.inplace = False
+        yield f"inplace = False: {list_some(names, _FEW)}"
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        model.float()
+        yield "weights of half precision are float32"
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()
+        yield "gradient checkpointing is off"
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if kind in (None, "eager", "sdpa") or not hasattr(model, "set_attn_implementation"):
-        return ""
-    cast(Any, model).set_attn_implementation("sdpa")
-    return f"attention by torch's own kernel in place of {kind}"
-
-
-def _mix_experts_by_torch(model: nn.Module) -> str:
-    if not _mixes_by_group(model):
-        return ""
-    cast(Any, model).set_experts_implementation("batched_mm")
-    return "experts are computed by batched products instead of grouped_mm"
+    if kind not in (None, "eager", "sdpa") and hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation("sdpa")
+        yield f"attention by torch's own kernel in place of {kind}"
+    if _mixes_by_group(model):
+        model.set_experts_implementation("batched_mm")
+        yield "experts are computed by batched products instead of grouped_mm"
 
 
 def _mixes_by_group(model: nn.Module) -> bool:
     kind = getattr(getattr(model, "config", None), "_experts_implementation", None)
     return kind == "grouped_mm"
-
-
-_ACTS: Final = (
-    _write_nothing_in_place,
-    _whole_precision,
-    _checkpoint_nothing,
-    _attend_by_torch,
-    _mix_experts_by_torch,
-)
 
 
 def _list_names(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
