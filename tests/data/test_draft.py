@@ -207,19 +207,6 @@ def test_numbers_written_otherwise_have_no_median(tmp_path):
     assert to_numbers(found.tolist()).tolist() == [70.5] * 96 + [7.5] * 4
 
 
-@pytest.mark.parametrize(("role", "rows"), [("site", "row 2"), ("person", "rows 2, 4")])
-def test_rows_without_a_site_or_person_are_told(role, rows, tmp_path):
-    """A site may be called NA, a person not."""
-    path = tmp_path / "t.csv"
-    path.write_text("v,who,y\n1,A,a\n2,,b\n3,B,a\n4,NA,b\n")
-    text = draft(path, {"label": "y", role: "who"})[0]
-    (told,) = (line for line in text.splitlines() if f"without a {role}" in line)
-    assert f"({rows}): they are left out" in told
-    used = load_dataset(str(path), "y", **{role: "who"}, classes=["a", "b"])
-    assert told.startswith(f"# found: {4 - len(used.y)} row")
-    tomllib.loads(text)
-
-
 @pytest.mark.parametrize(
     ("encoding", "dialect"),
     [

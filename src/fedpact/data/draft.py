@@ -16,13 +16,11 @@ from fedpact.common.errors import DataError
 from fedpact.common.format import count_noun, number, percent, toml, toml_key
 from fedpact.data.cells import (
     NOT_UTF_8,
-    Cells,
     alike_names,
     conversion,
     read_columns,
     read_npz,
 )
-from fedpact.data.dataset import RecordFilter
 from fedpact.data.inputs import check_role
 from fedpact.data.schema import RecordForm
 from fedpact.data.summary import (
@@ -32,8 +30,6 @@ from fedpact.data.summary import (
     describe_form,
     summarise_array,
 )
-from fedpact.data.tables import Table
-from fedpact.data.targets import persons_of, read_sites
 
 _MOST: Final = 20
 """Nobody lists all values of a text column that has more of them than this."""
@@ -82,8 +78,6 @@ def draft(path: Path, roles: Mapping[str, str | None]) -> tuple[str, list[Column
     lines = [head, *(f"{key} = {toml(of)}" for key, of in {"data": str(path), **named}.items())]
     lines += ['# label = "..."   # the column to predict'] * (label is None)
     task = [] if label is None else _task(columns[label])
-    for role in ("site", "person"):
-        lines += _remark_on_unnamed(role, table.cells[named[role]]) if role in named else []
     lines += [*task, "", "[records]"]
     if broken:
         rows = _rows(sorted(broken))
@@ -147,18 +141,6 @@ def _spelt_missing(cells: ColumnCells, names: str) -> list[str]:
         f"value of its own, add it to the {names}"
         for word, count in cells.spelt_missing.most_common()
     ]
-
-
-def _remark_on_unnamed(role: str, cells: Cells) -> list[str]:
-    """Return a remark on rows that are left out, as they name no site or person."""
-    sieve = RecordFilter("", len(cells))
-    if role == "site":
-        read_sites(Table(sieve, {}, site=cells))
-    else:
-        persons_of(cells, sieve)
-    out = np.flatnonzero(~sieve.good).tolist()
-    told = f"{count_noun(len(out), 'row')} without a {role} ({_rows(out)}): they are left out"
-    return [f"# found: {told}"] * bool(out)
 
 
 def _column(one: ColumnSummary, cells: ColumnCells) -> list[str]:
