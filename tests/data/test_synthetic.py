@@ -16,7 +16,6 @@ from scipy import stats
 from fedpact.api import default_folder
 from fedpact.common.errors import DataError
 from fedpact.data.load import load_dataset
-from fedpact.data.partition import PartitionSettings, make_partition
 from fedpact.data.public import Synthetic, covariance
 from fedpact.plan import Plan
 
@@ -118,20 +117,6 @@ def test_sizes_follow_the_power_law_in_its_range():
     expected = (1 / 37 - 1 / (s + 1)) / (1 / 37 - 1 / 3278)
     found = np.searchsorted(np.sort(sizes), s, side="right") / len(sizes)
     assert np.abs(found - expected).max() < math.sqrt(math.log(2 / ERROR) / (2 * len(sizes)))
-
-
-def test_one_quarter_of_each_device_is_held_out():
-    # FedProxVR's setting: 100 devices, 75 % of each to train on.
-    data = load_dataset("synthetic(0,0)")
-    settings = PartitionSettings(kind="natural", held_out=0.25)
-    partition = make_partition(data, settings, 100, 0)
-    sizes = Synthetic().sizes()
-    assert len(data.y) == sizes.sum()
-    assert data.x.shape == (sizes.sum(), 60)
-    assert data.x_test is None
-    for name, size in zip(partition.train, sizes, strict=True):
-        assert len(partition.train[name]) + len(partition.held_out[name]) == size
-        assert len(partition.held_out[name]) == round(size / 4)
 
 
 def test_iid_devices_share_one_law():
