@@ -221,8 +221,8 @@ def _change_alike(model: Any) -> Iterator[str]:
     """Make the changes that leave a model's results the same, and say which."""
     if names := _list_names(model, lambda layer: getattr(layer, "inplace", False) is True):
         for layer in model.modules():
-            if hasattr(layer, "inplace"):
-                layer.inplace = False
+            if getattr(layer, "inplace", False) is True:
+                cast(Any, layer).inplace = False
         yield f"inplace = False: {list_some(names, _FEW)}"
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
         model.float()
