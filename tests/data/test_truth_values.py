@@ -144,7 +144,7 @@ def test_codes_with_points_are_what_they_are(tmp_path):
 
 
 @every_container
-def test_one_number_is_one_class_however_it_is_written(kind, tmp_path, caplog):
+def test_one_number_is_one_class_however_it_is_written(kind, tmp_path):
     """Undeclared: files of two hospitals are put together, and one had an empty cell."""
     frame = pd.DataFrame({"age": FRAME.age, "ill": ["0", "1", "0.0", "1.0"] * 10})
     data = read(kind, frame, tmp_path, RecordForm())
@@ -154,23 +154,6 @@ def test_one_number_is_one_class_however_it_is_written(kind, tmp_path, caplog):
     assert (gaps.classes, gaps.y.tolist()) == (("0", "1"), [0, 1, 1] * 10)
     names = read(kind, frame.assign(ill=["NA", "b"] * 20), tmp_path, RecordForm())
     assert names.classes == ("NA", "b")
-    assert "are 2 classes" not in caplog.text
-    assert len(read(kind, frame.assign(ill=["b", "B"] * 20), tmp_path, RecordForm()).classes) == 2
-    assert "labels 'B', 'b' are 2 classes: write them alike" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("labels", "told"),
-    [
-        (["\u00e9", "e\u0301", "x"], r"'e\u0301', '\xe9' are 2 classes"),
-        (["A", "A\u200b", "x"], r"'A', 'A\u200b' are 2 classes"),
-        (["1", "01", "2"], "'01', '1' are 2 classes"),
-    ],
-)
-def test_labels_that_look_alike_are_warned_of(labels, told, caplog):
-    found = from_python({"a": [1.0, 2.0, 3.0], "y": labels}, PlanRecords(), "y")
-    assert len(found.classes) == 3
-    assert f"labels {told}: write them alike" in caplog.text
 
 
 def test_why_one_class_is_left_is_told():

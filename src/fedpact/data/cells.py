@@ -14,7 +14,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -171,16 +171,6 @@ def check_printable(whose: str, role: str, names: Iterable[str]) -> None:
             f"{whose} has a {role} {strange[0]!a}: expected a name without control characters, "
             "which a terminal obeys; rename it"
         )
-
-
-def alike_names(
-    names: Iterable[str], key: Callable[[str], Any] = lambda name: strip_invisible(name).casefold()
-) -> list[list[str]]:
-    """Return the groups of names with one key: that differ only in case, or in what nobody sees."""
-    alike = dict[Any, list[str]]()
-    for name in names:
-        alike.setdefault(key(name), []).append(name)
-    return [group for group in alike.values() if len(group) > 1]
 
 
 _NUMBERS: Final = {

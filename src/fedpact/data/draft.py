@@ -16,7 +16,6 @@ from fedpact.common.errors import DataError
 from fedpact.common.format import count_noun, number, percent, toml, toml_key
 from fedpact.data.cells import (
     NOT_UTF_8,
-    alike_names,
     conversion,
     read_columns,
     read_npz,
@@ -149,10 +148,6 @@ def _column(one: ColumnSummary, cells: ColumnCells) -> list[str]:
         words = sorted(cells.texts)
         lines = [
             f"# found: text with {one.distinct} different values{missing}",
-            *(
-                f"# found: {', '.join(map(ascii, same))}: if they mean the same, spell them alike"
-                for same in alike_names(words)
-            ),
             f"# categories = {toml(words)}   # all that there can be",
             '# scale = "one-hot"   # a number for each; without it 0, 1, 2, ... in this order',
         ]

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from decimal import Decimal
 from functools import cache
 from typing import Any, Final, cast
 
@@ -129,7 +128,6 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
                 "others as records.classes, and their records are left out",
                 *(name, ", ".join(map(repr, odd))),
             )
-        _warn_of_alike(name, cells.alike_names(names))
         return tuple(names)
     if UNLABELLED in numbers:
         raise DataError(
@@ -137,17 +135,7 @@ def sort_names(name: str, labels: Sequence[str]) -> tuple[str, ...]:
             "records out, or name the classes without it as records.classes, and they are left out"
         )
     _check_classes(name, numbers, len(given), REGRESSION)
-    _warn_of_alike(name, cells.alike_names(whole, Decimal))
     return tuple(name for _, name in sorted(zip(numbers, whole, strict=True)))
-
-
-def _warn_of_alike(name: str, groups: Sequence[Sequence[str]]) -> None:
-    for several in groups:
-        _logger.warning(
-            "data set %s: labels %s are %d classes: write them alike if they mean one, or name "
-            "the classes as records.classes",
-            *(name, ", ".join(map(ascii, several)), len(several)),
-        )
 
 
 def check_several(name: str, classes: Sequence[str], table: Table, form: RecordForm) -> None:
