@@ -429,15 +429,6 @@ def made(shape):
 """
 
 
-def test_another_default_dtype_is_reported():
-    torch.set_default_dtype(torch.float64)
-    try:
-        with pytest.raises(ModelError, match=r"features are of float32"):
-            Extractor(FeatureSettings(kind="scattering"), (8, 8), 0, Path())
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def test_features_do_not_depend_on_the_number_of_threads(tmp_path):
     """An orthogonal start rounds by how many there are; and no other machine rounds the same."""
     found = []

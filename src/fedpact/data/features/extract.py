@@ -129,11 +129,6 @@ class Extractor:
     def __init__(
         self, settings: FeatureSettings, shape: tuple[int, ...], seed: int, at: Path
     ) -> None:
-        if torch.get_default_dtype() != torch.float32:
-            raise ModelError(
-                f"torch's default type is {torch.get_default_dtype()}: features are of float32; "
-                "call torch.set_default_dtype(torch.float32) before"
-            )
         self._settings, self._shape = settings, shape
         self._seed = seed if settings.seed is None else settings.seed
         if settings.factory:
