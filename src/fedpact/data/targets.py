@@ -79,15 +79,11 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
     largest, records = int(max(found, default=0)), sum(y.size for y in labels)
     ask = "are they masks of class numbers" if kind == "pixels" else REGRESSION
     _check_classes(name, found.tolist(), records, ask)
-    if found.size and found[0] < 0:
+    if found.size and not 0 <= found[0] <= largest < max(records, 2):
         raise DataError(
-            f"data set {name}: a label is {found[0]:g}: expected class numbers from 0; number the "
+            f"data set {name}: a label is {found[0] if found[0] < 0 else largest:g}: expected "
+            f"class numbers from 0, and fewer classes than the {records} records; number the "
             "classes 0, 1, 2, ..., or store labels as names, and leave out records without one"
-        )
-    if largest >= max(records, 2):
-        raise DataError(
-            f"a label is {largest}: expected class numbers from 0, and fewer classes than the "
-            f"{records} records; number the classes 0, 1, 2, ... or store labels as names"
         )
     if never := [*map(str, np.setdiff1d(np.arange(largest), found))]:
         told = f"the labels are numbers up to {largest}, and {list_some(never, 5)} never occur"
