@@ -112,29 +112,17 @@ def split_secrets(
             f"secrets with a threshold of {threshold}, at {sorted(at)}: expected at least one of "
             f"{_SECRET} bytes each, a threshold of at least 1, and shares at 1 and more"
         )
-    # All polynomials side by side in one long integer, so that a step of Horner's rule is one
-    # multiplication: forty secrets take as long as a few. Nothing is reduced meanwhile, so a value
-    # is below 2^257 times 2^(bits of x) for each coefficient, which `room` bytes hold.
-    room = (257 + threshold * max(at, default=1).bit_length()) // 8 + 1
-    falling = [
-        _beside((secrets.randbelow(_PRIME) for _ in secrets_), room) for _ in range(threshold - 1)
-    ]
-    # The coefficient of x^0, the value at 0, is the secret.
-    falling.append(_beside(map(int.from_bytes, secrets_), room))
-    found = dict[int, bytes]()
-    for x in at:
-        value = 0
-        for coefficients in falling:
-            value = value * x + coefficients
-        # Reduce each part now; none has overflowed into its neighbour.
-        row = value.to_bytes(room * len(secrets_))
-        each = (int.from_bytes(row[i : i + room]) % _PRIME for i in range(0, len(row), room))
-        found[x] = b"".join(share.to_bytes(SHARE) for share in each)
+    found = dict.fromkeys(at, b"")
+    for secret in secrets_:
+        # Falling powers. The coefficient of x^0, the value at 0, is the secret.
+        polynomial = [secrets.randbelow(_PRIME) for _ in range(threshold - 1)]
+        polynomial.append(int.from_bytes(secret))
+        for x in at:
+            value = 0
+            for coefficient in polynomial:
+                value = (value * x + coefficient) % _PRIME
+            found[x] += value.to_bytes(SHARE)
     return found
-
-
-def _beside(numbers: Iterable[int], room: int) -> int:
-    return int.from_bytes(b"".join(number.to_bytes(room) for number in numbers))
 
 
 def recover_secret(shares: Mapping[int, bytes]) -> bytes:
