@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, Self
+from typing import Self
 
 import torch
 
@@ -30,10 +30,6 @@ from fedpact.privacy.oracle import Charge, Oracle, PlainOracle, PrivateOracle, R
 from fedpact.privacy.policy import Policy
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.workshop import Worker
-
-_SOME: Final = 8
-_BYTES: Final = 2**20
-"""Replies are collected in groups of at most so many, and about so many bytes."""
 
 
 class InProcess:
@@ -66,14 +62,12 @@ class InProcess:
 
     def exchange(self, tasks: dict[str, Task]) -> Iterator[Reply | Refusal]:
         waiting = deque[Future[Reply | Refusal]]()
-        longest = max((task.wire_bytes for task in tasks.values()), default=1)
-        some = max(1, min(_SOME, _BYTES // longest))
         for name, task in sorted(tasks.items()):
-            if len(waiting) >= 2 * some * self._workers:
-                yield from _take(waiting, some)
+            if len(waiting) >= 4 * self._workers:
+                yield waiting.popleft().result()
             waiting.append(self._pool.submit(self._serve, name, task))
         while waiting:
-            yield from _take(waiting, some)
+            yield waiting.popleft().result()
 
     def _serve(self, name: str, task: Task) -> Reply | Refusal:
         worker, began = self._free.get(), time.perf_counter()
@@ -82,17 +76,6 @@ class InProcess:
         finally:
             self.took[name] = time.perf_counter() - began
             self._free.put(worker)
-
-
-def _take(waiting: deque[Future[Reply | Refusal]], some: int) -> Iterator[Reply | Refusal]:
-    """Yield the first results once the last of them is ready.
-
-    Waking up for each would cost a small model's site a tenth of its time.
-    """
-    first = [waiting.popleft() for _ in range(min(some, len(waiting)))]
-    first[-1].exception()
-    for future in first:
-        yield future.result()
 
 
 @dataclass(frozen=True, eq=False)
