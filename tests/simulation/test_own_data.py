@@ -196,16 +196,6 @@ def test_names_of_sites_are_shown_as_they_are(tmp_path):
         assert torch.equal(w, again.model.state_dict()[name])
 
 
-def test_a_batch_larger_than_a_site_is_told(tmp_path, caplog):
-    x, y = torch.randn(30, 2), [0, 1] * 15
-    data = from_arrays(x, y, site=["a"] * 10 + ["b"] * 20)
-    settings = {"rounds": 1, "partition": {"kind": "natural", "held_out": 0.0}, "batch_size": 15}
-    fedpact.run("logistic", data, out=tmp_path / "run", **settings)
-    (told,) = [r.message for r in caplog.records if "batch_size" in r.message]
-    assert "batch_size is 15, and these sites have fewer records: a (10)." in told
-    assert "q = 1" in told
-
-
 def test_a_run_whose_sites_the_records_count_is_found_again(tmp_path):
     """By `run` and by `compare` alike; another number that is given is another run."""
     rows = pd.DataFrame(

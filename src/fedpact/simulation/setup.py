@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -94,7 +93,6 @@ class SimulationSetup:
         sites = [_used_records(plan, site) for site in partition.sites(dataset)]
         check_secure(plan, len(sites))
         terms = plan.terms({site.name: _size(plan, site) for site in sites})
-        _warn_of_batch(plan, sites)
         policy = Policy.read(Path(plan.policy)) if plan.policy else None
         if policy:
             for site in sites:
@@ -271,17 +269,6 @@ def _used_records(plan: Plan, site: SiteRecords) -> SiteRecords:
         return site
     good = limit_records_per_person(site.persons, most, plan.seed)
     return replace(site, x=site.x[good], y=site.y[good], persons=site.persons[good])
-
-
-def _warn_of_batch(plan: Plan, sites: Sequence[SiteRecords]) -> None:
-    """Warn of sites with fewer records than a batch."""
-    sizes = {site.name: units(plan, site) for site in sites}
-    small = [f"{name} ({size})" for name, size in sizes.items() if size < (plan.batch_size or 0)]
-    if small:
-        logging.getLogger("fedpact").warning(
-            f"batch_size is {plan.batch_size:g}, and these sites have fewer {plan.privacy.unit}s: "
-            f"{list_some(small, 5)}. Each step uses all of them (q = 1): lower batch_size"
-        )
 
 
 def units(plan: Plan, site: SiteRecords) -> int:
