@@ -1,7 +1,6 @@
 """A run's model in use: its answers are those of its module on records as training had them."""
 
 import csv
-import hashlib
 import json
 import math
 import sys
@@ -11,8 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tests.data.features import backbones_of_users
+from safetensors.torch import load_file
 from tests.tables import write_csv
 
 import fedpact
@@ -300,28 +298,6 @@ def test_the_average_that_a_server_kept_can_be_asked(table, tmp_path, typed):
     assert json.loads(of_average.out)["loss"] == asked.evaluate(file).loss
     with pytest.raises(DataError, match=r"holds no average of models .*server\.average = 'none'"):
         load(table.where / "run", average=True)
-
-
-def test_a_backbones_file_is_found_from_elsewhere_too(tmp_path, monkeypatch):
-    """Its path is of where the run was begun, and its digest says that it is the same."""
-    module = backbones_of_users.linear((1, 8, 8))
-    save_file(module.state_dict(), tmp_path / "w.safetensors")
-    sha256 = hashlib.sha256((tmp_path / "w.safetensors").read_bytes()).hexdigest()
-    features = {
-        **{"kind": f"{backbones_of_users.__name__}:linear", "weights": "w.safetensors"},
-        **{"sha256": sha256, "trained_on": "made numbers"},
-    }
-    monkeypatch.chdir(tmp_path)
-    plan = Plan.parse({"rounds": 1, "sites": 2, "model": "logistic", "features": features})
-    result = fedpact.run(plan, tmp_path / "runs" / "one")
-    x = torch.rand(3, 1, 8, 8)
-    here = result.predict(x).probabilities
-    (tmp_path / "elsewhere").mkdir()
-    # One of its name, but not of its digest, is another.
-    (tmp_path / "elsewhere" / "w.safetensors").write_bytes(b"another")
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    found = load(tmp_path / "runs" / "one").predict(x).probabilities
-    np.testing.assert_array_equal(found, here)
 
 
 class Counting(torch.nn.Module):

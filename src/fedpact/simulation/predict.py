@@ -9,7 +9,6 @@ import math
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from fedpact.common.format import count_noun, format_metric, list_some
 from fedpact.common.messages import SiteScore
 from fedpact.common.params import FlatModel
 from fedpact.common.run_folder import COLUMNS, Folder, folder_of_run, read_scales
-from fedpact.common.user_code import model_again, read_checked
+from fedpact.common.user_code import model_again
 from fedpact.data.cells import SUFFIXES, Cells
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset, RecordFilter, with_columns
@@ -257,7 +256,8 @@ class Predictor:
                 f"{folder}: head is {plan.head}: each site's model has its own head, "
                 "which a run's folder does not hold, so there is no whole model here"
             )
-        at = beside if (beside / "federation.toml").exists() else _begun_at(plan, folder)
+        # Weights of features are relative to a party's directory, or else to where a run starts.
+        at = beside if (beside / "federation.toml").exists() else Path()
         names = plan.records.released
         released = read_scales(folder / COLUMNS, names) if names else {}
         stage = plan.stage(at)
@@ -485,16 +485,3 @@ class Predictor:
     @property
     def _stage(self) -> FeatureStage:
         return self.plan.stage(self.at)
-
-
-def _begun_at(plan: Plan, folder: Path) -> Path:
-    """Return the directory that the features' weights are relative to: this one, or one above the
-    run's folder, as a run may be used from another directory than it was started in.
-    """
-    weights, sha256 = plan.features.weights, plan.features.sha256
-    for at in (Path(), *folder.absolute().parents) if weights is not None else ():
-        # Skip a file with another digest, or one that cannot be read.
-        with suppress(ModelError):
-            read_checked(at / str(weights), sha256, "features.weights")
-            return at
-    return Path()
