@@ -10,13 +10,13 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from fedpact.client import MemoryStore
 from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import parse_errors
 from fedpact.common.messages import Refusal, Reply, Step, Task, to_bytes
@@ -34,21 +34,8 @@ _LOST = (
 _Opened = tuple[str, int, int, tuple[str, ...]]
 
 
-class Slot(Protocol):
-    """Durable storage of one value in a file."""
-
-    @property
-    def path(self) -> Path:
-        """The file, for messages."""
-        ...
-
-    def read(self) -> bytes | None:
-        """Return the content, or None."""
-        ...
-
-    def write(self, *content: bytes | memoryview) -> None:
-        """Replace the content by these parts."""
-        ...
+class Slot(MemoryStore, Protocol):
+    """Durable storage of one value in a file, with room for the next."""
 
     def make_room(self, length: int) -> None:
         """Reserve space for the next `write`. Raises OSError: the disk is full."""
