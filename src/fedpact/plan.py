@@ -110,7 +110,9 @@ class Plan(BaseModel):
         try:
             super().__init__(**configuration.plain(raw))
         except ValidationError as error:
-            raise _as_plan_error(error, raw) from None
+            known = (name := raw.get("algorithm", "fedavg")) in algorithms.names()
+            own = {"settings": algorithms.load(name).Settings} if known or ":" in str(name) else {}
+            raise plan_error(error, (), Plan, own) from None
         combine.check_used(self, typed)
 
     @model_validator(mode="after")
@@ -437,23 +439,10 @@ class Plan(BaseModel):
         return _validate(raw, typed)
 
 
-def _as_plan_error(error: ValidationError, raw: Mapping[str, Any]) -> PlanError:
-    name = raw.get("algorithm", "fedavg") if isinstance(raw, Mapping) else ""
-    own = (
-        {"settings": algorithms.load(name).Settings}
-        if name in algorithms.names() or ":" in str(name)
-        else {}
-    )
-    return plan_error(error, (), Plan, own)
-
-
 def _validate(raw: Mapping[str, Any], typed: Collection[str] | None) -> Plan:
-    if isinstance(raw, Mapping):
-        return Plan(typed, **raw)
-    try:
-        return Plan.model_validate(raw)
-    except ValidationError as error:
-        raise _as_plan_error(error, raw) from None
+    if not isinstance(raw, Mapping):
+        raise PlanError(f"a plan is {raw!r:.80}: expected a table of keys, as in a .toml file")
+    return Plan(typed, **raw)
 
 
 def _document(raw: Mapping[str, Any]) -> dict[str, Any]:
