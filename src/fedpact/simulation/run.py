@@ -7,7 +7,6 @@ the records, ledgers and random numbers that it was started with.
 import hashlib
 import math
 import platform
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
@@ -44,9 +43,6 @@ from fedpact.simulation.setup import SimulationSetup
 _version = cache(version)
 """Cached: each call reads the package's files, which takes 2 ms."""
 
-_TELL_SECONDS = 1.0
-"""Seconds between progress files: a small round takes less time than writing a file."""
-
 _PACKAGES = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "fedpact")
 
 
@@ -59,14 +55,6 @@ def environment_of(run: str, *packages: str, **facts: Any) -> dict[str, Any]:
         **facts,
         **{name: _version(name) for name in (*_PACKAGES, *packages)},
     }
-
-
-def log_stragglers(folder: Folder, number: int, took: Mapping[str, float], told: float) -> float:
-    """Write how long sites took, at most once a second; return the time of the last write."""
-    if not took or time.monotonic() - told < _TELL_SECONDS:
-        return told
-    folder.waits(number, {name: {"seconds": s} for name, s in sorted(took.items())})
-    return time.monotonic()
 
 
 def with_epsilon(

@@ -9,7 +9,6 @@ Its figures are exact: in a deployment, only a site's owner sees those of that s
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -60,7 +59,6 @@ from fedpact.simulation.run import (
     check_there,
     finish,
     is_known,
-    log_stragglers,
     setting,
     start_or_resume,
 )
@@ -242,7 +240,6 @@ def simulate(
             transport, charged = _on_ray(sites, workshop, ledgers, stack)
         else:
             transport, charged = _on_threads(sites, workshop, ledgers, stack)
-        took = transport.took
         if plan.secure_aggregation.threshold:
             transport = secure_simulation(transport, plan, scene.sizes, scene.terms)
         memories = {site.name: site.memory for site in sites}
@@ -261,11 +258,9 @@ def simulate(
         on_round = log.and_tell(on_round)
         for record in records:
             on_round(record)
-        told = time.monotonic()
         for committed, record in _on_one_thread(rounds(at)):
             at = committed
             folder.commit(at, record)
-            told = log_stragglers(folder, at.round, took, told)
             records.append(record)
             on_round(record)
         records[-1] = evaluator(at, rounds.finish(at, records[-1]), last=True)

@@ -5,7 +5,6 @@ order of site names, so results do not depend on the number of workers. Only a f
 buffered, so memory does not grow with the number of sites.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,8 +40,6 @@ class InProcess:
         self, clients: Mapping[str, Client[Worker]], workers: int, worker: Callable[[], Worker]
     ) -> None:
         self._clients = dict(sorted(clients.items()))
-        # Seconds that each site took last.
-        self.took = dict[str, float]()
         self._workers = workers
         self._free: SimpleQueue[Worker] = SimpleQueue()
         for _ in range(workers):
@@ -70,11 +67,10 @@ class InProcess:
             yield waiting.popleft().result()
 
     def _serve(self, name: str, task: Task) -> Reply | Refusal:
-        worker, began = self._free.get(), time.perf_counter()
+        worker = self._free.get()
         try:
             return self._clients[name].handle(task, worker)
         finally:
-            self.took[name] = time.perf_counter() - began
             self._free.put(worker)
 
 
