@@ -14,6 +14,7 @@ from fedpact.common.messages import MOST_VECTORS, Reply, Task, from_bytes, to_by
 from fedpact.simulation.secure_aggregation import encoding, messages
 from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
 from fedpact.simulation.secure_aggregation.graph import MaskingGraph
+from fedpact.simulation.secure_aggregation.keys import KeyContext
 from fedpact.simulation.secure_aggregation.session import Session
 
 DIMENSION = 40
@@ -65,7 +66,7 @@ class Party:
         return Masker(*args)
 
     def session(self, number=1, slots=1):
-        return Session.of("run", number, self.public, self.circle, slots)
+        return Session(KeyContext.new("run", number), self.public, self.circle, slots)
 
     def answer(self, site, question):
         """A site's answer; question and answer go through the codec."""

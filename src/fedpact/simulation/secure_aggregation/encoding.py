@@ -187,10 +187,6 @@ class FixedPointMean(_Masking):
         share = self.weight(reply) / self.total
         return encode_fixed_point(reply.vectors, self._numbers(reply), share, self.sites)
 
-    def check(self, reply: Reply) -> None:
-        """Raise InputError if a masked reply's public numbers are impossible for honest sites."""
-        self.weight(reply)
-
     def layout(self, form: Form) -> Form:
         """Return what is masked of a plain reply of this form."""
         numbers = tuple(name for name in form.numbers if name not in self.summed.public)
@@ -447,11 +443,6 @@ class SharedSum(_Masking):
             )
         # int64 modulo 2^32, in two's complement; the low b bits are sent.
         return torch.cat(shares).numpy().astype(np.uint32)
-
-    def check(self, reply: Reply) -> None:
-        """Raise InputError if the reply is not from a site of this run."""
-        if reply.site not in self.terms:
-            raise InputError(f"{reply.site} is not a site of this run")
 
     def layout(self, form: Form) -> Form:
         """Return what is masked of a plain reply of this form."""

@@ -185,6 +185,12 @@ class KeyContext:
     round: int
     session: str
 
+    @staticmethod
+    def new(run: str, number: int) -> "KeyContext":
+        """Return the context of a session that begins in a round, with a unique name."""
+        # Random, as a restarted server must not repeat a name.
+        return KeyContext(run, number, secrets.token_hex(8))
+
     def of_slot(self, slot: int, number: int) -> "KeyContext":
         """Return the context of a slot >= 0 of this session, used for a round."""
         return KeyContext(self.run, number, f"{self.session}/{slot}")

@@ -5,7 +5,6 @@ valid answer to the one before; the session ends if these are fewer than t, or t
 """
 
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, islice
@@ -58,18 +57,6 @@ class Session:
     roster: str = ""
     used: int = 0
 
-    @staticmethod
-    def of(
-        run: str,
-        number: int,
-        public: Mapping[str, ec.EllipticCurvePublicKey],
-        circle: MaskingGraph,
-        slots: int,
-    ) -> "Session":
-        """Return a session that begins in a round, with a unique name."""
-        # Random, as a restarted server must not repeat a name.
-        return Session(KeyContext(run, number, secrets.token_hex(8)), public, circle, slots)
-
     @property
     def sites(self) -> tuple[str, ...]:
         """The sites in the session, sorted: those that have dealt shares."""
@@ -92,7 +79,8 @@ class Session:
         """Send U1, the sites with keys, each other's keys."""
         blocks = messages.from_adverts(dict(sorted(self.adverts.items())))
         one = messages.step(self.place, "", "shares", blocks)
-        return {site: replace(one, site=site) for site in self._holders(self.adverts, "sent keys")}
+        sites = around(self.circle, self.place.round, self.adverts, "sent keys")
+        return {site: replace(one, site=site) for site in sites}
 
     def take_shares(self, site: str, answer: Step) -> None:
         """Store the shares that a site sealed for the others."""
@@ -110,7 +98,8 @@ class Session:
 
     def ask_roster(self) -> dict[str, Step]:
         """Send U2, the sites that dealt shares, the shares for them."""
-        asks, sites = dict[str, Step](), self._holders(self.sealed, "sealed shares")
+        asks = dict[str, Step]()
+        sites = around(self.circle, self.place.round, self.sealed, "sealed shares")
         # The list is final: the roster's hash covers exactly these sites and keys.
         self.roster = keys.roster_of({site: self.adverts[site] for site in sites})
         for site in sites:
@@ -134,9 +123,6 @@ class Session:
         # Only t of them, as every site checks each.
         shown = {site: self.signatures[site] for site in signed[: self.circle.threshold]}
         return Sum(self, self.used - 1, number, coding, shown)
-
-    def _holders(self, found: Mapping[str, object], what: str) -> list[str]:
-        return around(self.circle, self.place.round, found, what)
 
 
 @dataclass
@@ -183,7 +169,6 @@ class Sum:
     def take_masked(self, site: str, reply: Reply) -> None:
         """Check a masked reply and add it to the sum. Raises InputError: it cannot be added."""
         words = self.coding.words(reply)
-        self.coding.check(reply)
         if self._total is None:
             self._total = np.zeros_like(words)
         # numpy would broadcast a single word.

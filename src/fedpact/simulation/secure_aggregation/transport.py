@@ -23,7 +23,7 @@ from fedpact.common.messages import EVALUATION, Refusal, Reply, State, Step, Tas
 from fedpact.simulation.secure_aggregation import messages
 from fedpact.simulation.secure_aggregation.encoding import Coding, Form
 from fedpact.simulation.secure_aggregation.graph import MaskingGraph
-from fedpact.simulation.secure_aggregation.keys import SUMS_AHEAD, SecretsDoNotFit
+from fedpact.simulation.secure_aggregation.keys import SUMS_AHEAD, KeyContext, SecretsDoNotFit
 from fedpact.simulation.secure_aggregation.session import BelowThreshold, Session
 
 _log = logging.getLogger("fedpact.server")
@@ -160,7 +160,10 @@ class Secured:
         left, number = self._server.retries, next(iter(tasks.values())).round
         while True:
             attempt = self._attempts.next(number)
-            asked = {site: _with(task, attempt) for site, task in sorted(tasks.items())}
+            # Tasks of a first attempt stay shared: they are encoded once.
+            asked = dict(sorted(tasks.items()))
+            if attempt != next(iter(tasks.values())).attempt:
+                asked = {s: dataclasses.replace(t, attempt=attempt) for s, t in asked.items()}
             refused.clear()
             try:
                 return self._sum(asked, refused)
@@ -253,7 +256,8 @@ class Secured:
         self._outside = dict.fromkeys(sorted(self._out), "rejected: shares")
         public = {site: key for site, key in server.keys.items() if site not in self._out}
         slots = max(1, min(SUMS_AHEAD, server.rounds - task.round + 1))
-        session = Session.of(task.run, task.round, public, server.circle, slots)
+        place = KeyContext.new(task.run, task.round)
+        session = Session(place, public, server.circle, slots)
         for ask, take in (
             (session.ask_keys, session.take_keys),
             (session.ask_shares, session.take_shares),
@@ -297,11 +301,6 @@ class Secured:
                 return "step"
 
         return self._carrier.carry(asks, self._server.least, counted)
-
-
-def _with(task: Task, attempt: int) -> Task:
-    # Keep shared tasks shared: they are encoded once.
-    return task if task.attempt == attempt else dataclasses.replace(task, attempt=attempt)
 
 
 def _explain(error: Exception, refused: Mapping[str, Refusal], retries: int) -> str:
