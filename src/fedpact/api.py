@@ -146,7 +146,6 @@ def run(
             )
     else:
         data = data if second is None else second
-        _check_named(data, settings)
         plan = plan_of(first, settings)
     plan, records = with_own(plan, model=model, data=data, test=test, loss=loss, metrics=metrics)
     folder = default_folder(plan) if out is None else Path(out)
@@ -168,16 +167,6 @@ def _carry_out(
         result = simulate(plan, folder, data=records, engine=engine, on_round=on_round, stop=stop)
         write_report(folder)
     return Result(**vars(result))
-
-
-def _check_named(data: Any, settings: Mapping[str, Any]) -> None:
-    """Raise PlanError if columns are named without data: the default data set has none."""
-    odd = [key for key in ("label", "site", "person", "drop", "classes") if key in settings]
-    if data is None and odd and settings.get("data") is None:
-        raise PlanError(
-            f"{', '.join(f'{key} = {settings[key]!r}' for key in odd)} without data: expected "
-            "your records or a file's path, as in fedpact.run(model, data, ...)"
-        )
 
 
 def _bar(plan: Plan) -> OnRound:
