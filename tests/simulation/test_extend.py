@@ -92,19 +92,6 @@ def test_a_refusing_site_lets_none_reserve(tmp_path):
     assert more.summary["ledgers"]["epsilon_reserved"] == 1.5
 
 
-def test_passed_objects_are_passed_again(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(80, 4, generator=generator).numpy()
-    y = (x[:, 0] > 0.5).astype(int)
-    settings = {"rounds": 1, "sites": 2, "privacy": {"mode": "none"}}
-    fedpact.run("logistic", (x, y), out=tmp_path / "run", **settings)
-    with pytest.raises(PlanError, match="give the records"):
-        fedpact.extend(tmp_path / "run", 1, data=(x + 1, y))
-    with pytest.raises(PlanError, match="give the same"):
-        fedpact.extend(tmp_path / "run", 1, data=(x, y), model="mlp")
-    assert fedpact.extend(tmp_path / "run", 1, data=(x, y)).summary["ledgers"] is None
-
-
 def test_only_an_ended_run_is_extended(tmp_path):
     plan = Plan.parse({**PRIVATE, "privacy": {"mode": "none"}})
     fedpact.run(plan, tmp_path / "cut", stop=lambda: True)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import fedpact
-from fedpact.api import plan_of as plan_of_settings
 from fedpact.api import with_own
 from fedpact.common.errors import DataError, InputError, ModelError, PlanError
 from fedpact.common.user_code import name_object
@@ -200,11 +199,6 @@ def test_prediction_on_a_passed_table_needs_column_names():
         load_dataset("table@0123456789abcdef", "ill")
 
 
-def test_a_string_is_one_column():
-    for key in ("drop", "classes"):
-        assert getattr(plan_of_settings("logistic", {key: "ab"}).records, key) == ["ab"]
-
-
 def test_a_missing_pandas_label_is_not_a_class():
     frame = FRAME.assign(ill=FRAME["ill"].astype("string").where(FRAME["id"] > 2, pd.NA))
     found = from_python(frame, PlanRecords(drop=["id"]), "ill")
@@ -284,24 +278,6 @@ def test_another_process_needs_the_model_again(tmp_path, monkeypatch):
         fedpact.load(result.folder)
     loaded = fedpact.load(result.folder, model=local(4))
     assert np.array_equal(loaded.predict(X).probabilities, result.predict(X).probabilities)
-
-
-def test_a_digest_distinguishes_values():
-    """Factories of one line, a class's attribute, a default, a global of its module."""
-
-    class Wide(nn.Linear):
-        wide = 3
-
-    width = name_object(Wide)
-    Wide.wide = 4
-    assert name_object(Wide) != width
-    one, two = (lambda: nn.Linear(3, 2)), (lambda: nn.Linear(4, 2))
-    assert name_object(one) != name_object(two)
-    assert name_object(net) == f"{__name__}:net"
-    a, b = nn.Linear(3, 2), nn.Linear(3, 2)
-    assert name_object(a) != name_object(b)
-    b.load_state_dict(a.state_dict())
-    assert name_object(a) == name_object(b)
 
 
 def test_settings_with_a_plan_and_bad_plans_are_refused():

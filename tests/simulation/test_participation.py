@@ -23,7 +23,6 @@ from fedpact.cli.commands.plan import plan as show_plan
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import State, from_bytes
 from fedpact.common.params import FlatModel
-from fedpact.common.records import RoundRecord
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.report.compared_runs import differences
@@ -379,10 +378,3 @@ def test_plans_with_different_shares_are_unequal():
     documents = {str(m): Plan.parse({**PLAN, "sites_per_round": m}).document() for m in (None, 2)}
     (found,) = differences(documents)
     assert (found.key, found.unequal) == ("sites_per_round", True)
-
-
-def test_a_record_keeps_who_was_asked():
-    record = RoundRecord(3, asked=["a", "c"], refused={"c": "absent"})
-    assert RoundRecord.from_json(record.to_json()).was_asked("c")
-    again = RoundRecord.from_json(record.to_json())
-    assert [again.took_part(site) for site in "abc"] == [True, False, False]
