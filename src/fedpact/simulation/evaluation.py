@@ -62,18 +62,15 @@ class Evaluator:
             terms = self._scene.terms
             spent = {name: self._charged(name) for name in terms}
             record = with_epsilon(record, terms, spent)
-        if not record.held_out and (record.evaluation or self._is_due(record.round, last)):
+        form, number = self._scene.form, record.round
+        # Exact sums are also due in a run whose sites release none.
+        due = form.share > 0 and form.once is None and number > 0 and (last or form.is_due(number))
+        if not record.held_out and (record.evaluation or due):
             record = replace(record, held_out=self._exact(at))
         if record.accuracy is not None or not (last or self._due(at.round)):
             return record
         with threads(self._threads):
             return self._measure(at, record)
-
-    def _is_due(self, round_number: int, last: bool) -> bool:
-        """Whether exact sums are due in a run whose sites release none."""
-        form = self._scene.form
-        due = form.share > 0 and (last or form.is_due(round_number))
-        return due and form.once is None and round_number > 0
 
     def _due(self, round_number: int) -> bool:
         plan = self._scene.plan
@@ -108,19 +105,17 @@ class Evaluator:
         else:
             whole = _pool(scores)
         sizes = {site.name: float(len(site.y)) for site in self._scene.sites}
+        measured = dict[str, float]()
+        if self._measures and kept:
+            outputs, y = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
+            measured = {name: of(outputs, y) for name, of in self._measures.items()}
         return replace(
             record,
             accuracy=whole.accuracy if whole else None,
             loss=whole.loss if whole else None,
-            metrics={**of_sites(scores, sizes), **self._measure_kept(kept)},
+            metrics={**of_sites(scores, sizes), **measured},
             scores=scores,
         )
-
-    def _measure_kept(self, kept: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        if not self._measures or not kept:
-            return {}
-        outputs, y = (torch.cat(parts).cpu() for parts in zip(*kept, strict=True))
-        return {name: of(outputs, y) for name, of in self._measures.items()}
 
     def _at_sites(
         self, common: Tensor, own: Mapping[str, Tensor], kept: list[tuple[Tensor, Tensor]]

@@ -10,7 +10,6 @@ import platform
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -40,9 +39,6 @@ from fedpact.privacy.terms import Terms
 from fedpact.simulation.machine import available_cores
 from fedpact.simulation.setup import SimulationSetup
 
-_version = cache(version)
-"""Cached: each call reads the package's files, which takes 2 ms."""
-
 _PACKAGES = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "fedpact")
 
 
@@ -53,7 +49,7 @@ def environment_of(run: str, *packages: str, **facts: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         **facts,
-        **{name: _version(name) for name in (*_PACKAGES, *packages)},
+        **{name: version(name) for name in (*_PACKAGES, *packages)},
     }
 
 
