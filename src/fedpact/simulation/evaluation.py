@@ -64,18 +64,17 @@ class Evaluator:
             record = with_epsilon(record, terms, spent)
         form, number = self._scene.form, record.round
         # Exact sums are also due in a run whose sites release none.
-        due = form.share > 0 and form.once is None and number > 0 and (last or form.is_due(number))
-        if not record.held_out and (record.evaluation or due):
+        exact = form.share > 0 and form.once is None and number > 0
+        exact = exact and (last or form.is_due(number))
+        if not record.held_out and (record.evaluation or exact):
             record = replace(record, held_out=self._exact(at))
-        if record.accuracy is not None or not (last or self._due(at.round)):
+        plan = self._scene.plan
+        every = plan.run.evaluate_every or max(1, plan.rounds // _EVALUATIONS)
+        due = last or plan.budget.early or at.round % every == 0
+        if record.accuracy is not None or not due:
             return record
         with threads(self._threads):
             return self._measure(at, record)
-
-    def _due(self, round_number: int) -> bool:
-        plan = self._scene.plan
-        every = plan.run.evaluate_every or max(1, plan.rounds // _EVALUATIONS)
-        return plan.budget.early or round_number % every == 0
 
     def _measure(self, at: Checkpoint, record: RoundRecord) -> RoundRecord:
         self._by = at.state.vectors.get(CONSTANTS)

@@ -131,19 +131,10 @@ def require_ray() -> None:
             "'fedpact[ray]' on every machine of the cluster, or use engine \"local\""
         )
     os.environ.update(QUIET)
-    _check_address(ray_address())
-
-
-def ray_address() -> str:
-    """Return the cluster's address: RAY_ADDRESS, or "local" for a Ray on this machine."""
-    return os.environ.get("RAY_ADDRESS") or "local"
-
-
-def _check_address(address: str) -> None:
-    """Raise InputError if nothing listens at the address; Ray itself would wait for minutes."""
-    if address in ("local", "auto"):
+    if (address := ray_address()) in ("local", "auto"):
         return
     host, _, port = address.rpartition(":")
+    # Ray itself would wait for minutes.
     try:
         if "/" in host:
             raise ValueError("Ray's client protocol is not used")
@@ -154,3 +145,8 @@ def _check_address(address: str) -> None:
             f"RAY_ADDRESS is {address!r}, where no cluster answers ({error}): expected the "
             "host:port that `ray start --head` prints, or no RAY_ADDRESS for this machine alone"
         ) from error
+
+
+def ray_address() -> str:
+    """Return the cluster's address: RAY_ADDRESS, or "local" for a Ray on this machine."""
+    return os.environ.get("RAY_ADDRESS") or "local"

@@ -225,18 +225,15 @@ class TrainingSetup:
             )
         # A decoder's text is shifted already.
         written = len(self.example) == len(TOKENS) and self.example.dim() == 2
-        if target.next and (written or self._reads_ahead(text)):
+        # A model of its own, whose weights are moved.
+        vocabulary = plan.records.vocabulary or self.classes
+        if target.next and (written or reads_ahead(self._draw(plan.seed), text, vocabulary)):
             raise ModelError(
                 f"{model} reads the token that it is to name: with task.kind = 'next_token' it "
                 "would learn to copy it. Learn masked tokens, or what a decoder writes, by kind = "
                 '"tokens", with labels as they are, or choose a causal model, as '
                 "AutoModelForCausalLM, some with is_decoder = True in their configuration"
             )
-
-    def _reads_ahead(self, text: Tensor) -> bool:
-        # Of a module of its own, whose weights are moved.
-        own = self._draw(self.plan.seed)
-        return reads_ahead(own, text, self.plan.records.vocabulary or self.classes)
 
     def check_labels(self, y: Tensor) -> None:
         """Try outputs and metrics on dummy records with labels like y [n, ...].

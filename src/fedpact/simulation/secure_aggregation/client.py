@@ -210,7 +210,11 @@ class Masker:
             return self._refusal(place, "session")
         # A new session discards the old one's secrets, so that none can be opened in both.
         if question.step == "keys" and (self._session is None or self._session.place != place):
-            self._session = self._begun(place, question)
+            slots = int.from_bytes(messages.block(question, "slots")[:4])
+            # Each sum costs this site a key pair, so their number is limited.
+            if not 1 <= slots <= keys.SUMS_AHEAD:
+                raise InputError(f"asked keys for {slots} sums: expected 1 to {keys.SUMS_AHEAD}")
+            self._session = _Session(place, secrets=Secrets(slots))
         session = self._session
         asked = None if session is None else session.at(place)
         if (
@@ -237,13 +241,6 @@ class Masker:
             given = self._refusal(place, "range")
         asked.answered[question.step] = digest, given
         return given
-
-    def _begun(self, place: KeyContext, question: Step) -> _Session:
-        # Each sum costs this site a key pair, so their number is limited.
-        slots = int.from_bytes(messages.block(question, "slots")[:4])
-        if not 1 <= slots <= keys.SUMS_AHEAD:
-            raise InputError(f"asked keys for {slots} sums: expected 1 to {keys.SUMS_AHEAD}")
-        return _Session(place, secrets=Secrets(slots))
 
     def _answers(self, session: _Session, question: Step, train: Train) -> Step | Refusal:
         if question.step == "keys":

@@ -225,16 +225,13 @@ class Advert:
         lengths = len(self.mask), len(self.seal), len(self.commitment)
         return lengths == (_SECRET * slots, _SECRET, _SECRET * slots)
 
-    def is_of(self, key: ec.EllipticCurvePublicKey, site: str, place: KeyContext) -> bool:
-        """Whether this long-term key signed it, as this site and for this session."""
-        return is_signed(key, _purpose(site), self._to_sign(place), self.signature)
-
     def sign(self, key: ec.EllipticCurvePrivateKey, site: str, place: KeyContext) -> "Advert":
         """Return a copy with its site's signature."""
-        signature = sign(key, _purpose(site), self._to_sign(place))
+        signature = sign(key, _purpose(site), self.to_sign(place))
         return Advert(self.mask, self.seal, self.commitment, signature)
 
-    def _to_sign(self, place: KeyContext) -> bytes:
+    def to_sign(self, place: KeyContext) -> bytes:
+        """Return the bytes that its site signs."""
         parts = (self.mask, self.seal, self.commitment)
         return place.about("keys", *(part.hex() for part in parts))
 
@@ -363,7 +360,8 @@ def check_adverts(
 ) -> None:
     """Raise SecretsDoNotFit if keys are not signed by their site for this session."""
     for name, advert in adverts.items():
-        if name not in keys or not advert.is_of(keys[name], name, place):
+        signed = _purpose(name), advert.to_sign(place), advert.signature
+        if name not in keys or not is_signed(keys[name], *signed):
             raise SecretsDoNotFit(f"the keys of {name} are not signed by {name} for this session")
 
 
