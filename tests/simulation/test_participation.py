@@ -25,7 +25,6 @@ from fedpact.common.messages import State, from_bytes
 from fedpact.common.params import FlatModel
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
-from fedpact.report.compared_runs import differences
 from fedpact.report.exports import render_model_card
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import read_run
@@ -372,9 +371,3 @@ def test_a_site_continues_with_its_last_memory(tmp_path):
             last[site] = own[-1]
     assert len(set(last.values())) > 1
     assert result.records[-1].scores
-
-
-def test_plans_with_different_shares_are_unequal():
-    documents = {str(m): Plan.parse({**PLAN, "sites_per_round": m}).document() for m in (None, 2)}
-    (found,) = differences(documents)
-    assert (found.key, found.unequal) == ("sites_per_round", True)
