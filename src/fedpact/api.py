@@ -28,7 +28,6 @@ from fedpact.common.user_code import (
     check_same,
     is_handed,
     name_handed_in,
-    not_in_process,
     with_user_objects,
 )
 from fedpact.data.dataset import Dataset
@@ -302,7 +301,6 @@ def extend(
             f"{place} is a run of {plan.model} on {plan.data}{_by(plan)}, but you gave "
             f"{own.model} on {own.data}{_by(own)}: give the same, or start a new run"
         )
-    _check_here(own, records, place, rounds)
     return _carry_out(own, extended_folder(place, out), records, engine, on_round, stop)
 
 
@@ -310,20 +308,6 @@ def extended_folder(folder: Path, out: Path | str | None) -> Path:
     """Return the folder of a run that continues the one in `folder`. out: a given name."""
     more = folder.resolve().with_name(f"{folder.resolve().name}-more")
     return find_unused_path(more) if out is None else Path(out)
-
-
-def _check_here(plan: Plan, records: Dataset | None, folder: Path, rounds: int) -> None:
-    """Raise PlanError if objects that were passed in from Python are missing now."""
-    missing = not_in_process(plan.document())
-    if records is not None:
-        missing.pop("data", None)
-    if missing:
-        names = ", ".join(name for several in missing.values() for name in several)
-        again = ", ".join(f"{key.removeprefix('task.')}=..." for key in missing)
-        raise PlanError(
-            f"{folder} is a run of {names}, given in Python and not stored in the plan: give the "
-            f"same again, in Python: fedpact.extend({str(folder)!r}, {rounds}, {again})"
-        )
 
 
 def _by(plan: Plan) -> str:

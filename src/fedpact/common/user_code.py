@@ -215,15 +215,6 @@ def get_handed_in(plan: Mapping[str, Any]) -> dict[str, list[str]]:
     return {key: names for key, names in own.items() if names}
 
 
-def not_in_process(plan: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what `get_handed_in` does, without objects that this process has registered.
-
-    Data are never registered.
-    """
-    own = get_handed_in(plan).items()
-    return {key: left for key, names in own if (left := [n for n in names if n not in _kept])}
-
-
 def with_user_objects(
     plan: Mapping[str, Any], *, model: Any = None, loss: Any = None, metrics: Any = None
 ) -> dict[str, Any]:
