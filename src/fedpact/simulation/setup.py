@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from fedpact.data.features.extract import beside
 from fedpact.data.load import refit
 from fedpact.data.partition import Partition, SiteRecords, make_partition
 from fedpact.data.splits import limit_records_per_person, number_persons
-from fedpact.data.targets import REGRESSION
 from fedpact.evaluation.held_out import Grouping, HeldOut, SumsForm, hold_out, key_of_seed
 from fedpact.evaluation.intervals import check_public
 from fedpact.plan import Plan
@@ -34,9 +32,6 @@ from fedpact.simulation.machine import device_of
 from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.workshop import TrainingSetup
-
-_MANY_CLASSES: Final = 20
-"""With more integer labels than this, ask whether they are classes."""
 
 
 @dataclass(frozen=True)
@@ -193,12 +188,10 @@ def describe_undeclared_classes(plan: Plan, data: Dataset) -> str:
     if not _is_file(plan.data) or plan.records.classes is not None or data.kind != "class":
         return ""
     found = data.classes
-    many = len(found) > _MANY_CLASSES and all(name.lstrip("-").isdigit() for name in found)
     few = ", ".join(map(repr, found[:10])) + (", ..." if len(found) > 10 else "")
-    amounts = f". {len(found)} whole numbers: {REGRESSION}?" if many else ""
     return (
         f"classes are taken from the labels: {few}; they count as public, including any "
-        f"mistyped label: declare records.classes{amounts}"
+        f"mistyped label: declare records.classes"
     )
 
 
