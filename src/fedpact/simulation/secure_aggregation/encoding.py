@@ -302,10 +302,8 @@ def encode_fixed_point(
 ) -> RingWords:
     """Return e_i, uint64 [L], in the order of Form. share: p_i in (0, 1]. sites: n.
 
-    Raises DataError: NaN or infinity. InputError: a share out of range.
+    Raises DataError: NaN or infinity.
     """
-    if not 0 < share <= 1:
-        raise InputError(f"share is {share!r}: expected a number in (0, 1]")
     parts = [v.detach().double().reshape(-1).numpy() for _, v in sorted(vectors.items())]
     values = np.concatenate([*parts, [numbers[name] for name in sorted(numbers)]])
     if not np.isfinite(values).all():
