@@ -292,10 +292,8 @@ def extend(
     are given. PrivacyError: a site's policy does not allow it.
     """
     place = Path(folder)
-    plan, ready = extend_plan(Folder(place), rounds, epsilon), isinstance(data, Dataset)
-    given = None if ready else data
-    own, found = with_own(plan, model=model, data=given, test=test, loss=loss, metrics=metrics)
-    records = data if ready else found
+    plan = extend_plan(Folder(place), rounds, epsilon)
+    own, records = with_own(plan, model=model, data=data, test=test, loss=loss, metrics=metrics)
     if own != plan:
         raise PlanError(
             f"{place} is a run of {plan.model} on {plan.data}{_by(plan)}, but you gave "
