@@ -21,7 +21,7 @@ from fedpact.simulation.secure_aggregation import messages
 from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
 from fedpact.simulation.secure_aggregation.encoding import FixedPointMean
 from fedpact.simulation.secure_aggregation.graph import MaskingGraph, Neighbourhoods
-from fedpact.simulation.secure_aggregation.keys import SUMS_AHEAD
+from fedpact.simulation.secure_aggregation.keys import SUMS_AHEAD, KeyContext
 from fedpact.simulation.secure_aggregation.session import Session
 
 TITLE = "Secure aggregation"
@@ -95,7 +95,8 @@ def _seconds(sites: int, d: int, everybody: bool, rounds: int) -> tuple[float, l
             raise RuntimeError(f"{site} refuses {question.step!r}: {given.code}")
         return given
 
-    session, began = Session.of("run", 1, public, circle, SUMS_AHEAD), time.process_time()
+    began = time.process_time()
+    session = Session(KeyContext.new("run", 1), public, circle, SUMS_AHEAD)
     for ask, take in (
         (session.ask_keys, session.take_keys),
         (session.ask_shares, session.take_shares),
