@@ -76,22 +76,6 @@ def test_contents_of_empty_slots_are_not_added(reference):
             assert reference.error(found, reference.clipped(rows, 0.5, w)) < 1e-12, way
 
 
-def test_norms_of_empty_slots_are_not_computed_twice(reference, monkeypatch):
-    """As those of zeros are, whose squares might have been lost to float32."""
-    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    kernel = reference.forced("graph", module, cross_entropy)
-    types, norm = [], norms._norms
-
-    def noted(*of, **named):
-        types.append(named.get("dtype"))
-        return norm(*of, **named)
-
-    monkeypatch.setattr(norms, "_norms", noted)
-    kernel.clipped_sum(torch.randn(3, 4), torch.arange(3), C, layout=Placement(length=8))
-    assert types
-    assert torch.float64 not in types
-
-
 def test_an_empty_scattered_batch_gives_zeros():
     kernel = PerSampleKernel(FlatModel(nn.Sequential(nn.Linear(3, 2))), cross_entropy)
     x, y = torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)

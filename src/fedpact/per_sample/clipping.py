@@ -6,16 +6,20 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedpact.common.check import finite, non_negative, positive
 from fedpact.common.errors import InputError, ModelError
 from fedpact.common.params import on_cpu
-from fedpact.per_sample.norms import LARGEST
-from fedpact.per_sample.share import IN_FLOAT32, TOGETHER, unit_of
+from fedpact.per_sample.share import IN_FLOAT32, TOGETHER
 
 SHORTEST: Final = 2.0**-100
 """The smallest clip; 1 over it is the largest but for infinity, as sums have to be finite."""
+
+
+_COEFFICIENTS: Final = 2.0**-126, 2.0**60
+"""The least coefficient that has all digits in float32, and the most that makes no gradient of up
+to norms.LONGEST overflow."""
 
 
 def slack(records: int) -> float:
@@ -64,21 +68,17 @@ def coefficients(
     shares: Tensor | None,
     gamma: float | None = None,
 ) -> Tensor:
-    """c_j = s_j min(w_j, C/‖g_j‖) [P] in float64, in units of the clip (share.unit_of).
+    """c_j = s_j min(w_j, C/‖g_j‖) [P] in float64; less where float32 would not hold c_j g_j.
 
     gamma: weights are w_j C/(‖g_j‖ + γ) where it is given; see PerSampleKernel.clipped_sum.
     """
     if gamma is not None:
         longer = clip / (norms.double() + gamma)
         w = longer if w is None else w * longer
-    # A norm of 0 gives infinity, which the least of it and the weight is not.
+    least, most = _COEFFICIENTS
     c = clip / norms
-    c = c.clamp_max(1) if w is None else torch.minimum(w.double(), c)
-    if (unit := unit_of(clip)) != 1:
-        c = c / unit
-    # A weight in units of a small clip may be no number of float32.
-    c = c.clamp_max(LARGEST)
-    return c if shares is None else c * shares
+    c = c.clamp_max(1) if w is None else torch.minimum(w.double(), c).clamp_max(most)
+    return nn.functional.threshold(c if shares is None else c * shares, least, 0)
 
 
 def mask_slots(

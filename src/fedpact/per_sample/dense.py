@@ -25,16 +25,12 @@ from fedpact.per_sample.layout import Pass, Placement, lay_out, length_for, over
 from fedpact.per_sample.norms import (
     BLOCK,
     CHUNK_BYTES,
-    LARGEST,
-    LEAST,
     LONGEST,
-    NEAR,
-    SMALL,
+    least_square,
     slices,
-    square_sums,
 )
 from fedpact.per_sample.products import LARGE, linear
-from fedpact.per_sample.share import FAR, TOGETHER, balance, unit_of
+from fedpact.per_sample.share import TOGETHER
 
 MOST: Final = 2**20
 """Of slots times the layers' outputs in one pass, which holds a few numbers for each."""
@@ -59,14 +55,12 @@ class _Found:
     """What is found of a pass's slots x [P, K].
 
     values: what each layer reads, [K, P] but for the first, which reads x, and the last one's
-    output. grads: ∂ℓ_j/∂output [O, P] of every linear layer, by its place. lengths: ‖·‖² [P] of
-    what each of them reads.
+    output. grads: ∂ℓ_j/∂output [O, P] of every linear layer, by its place.
     """
 
     x: Tensor
     values: list[Array] = field(default_factory=lambda: [None])
     grads: dict[int, Array] = field(default_factory=dict[int, Array])
-    lengths: dict[int, Array] = field(default_factory=dict[int, Array])
     losses: Array = None
     norms: Array = None
 
@@ -75,7 +69,6 @@ class _Found:
         self.x = self.x.where(from_numpy(good)[:, None], 0)
         self.values = [None if v is None else np.where(good, v, 0) for v in self.values]
         self.grads = {i: np.where(good, v, 0) for i, v in self.grads.items()}
-        self.lengths = {i: np.where(good, v, 0) for i, v in self.lengths.items()}
 
     def read(self, i: int) -> Tensor:
         """What layer i reads, [K, P]."""
@@ -100,7 +93,7 @@ class Dense:
         self._order = [places[name] for name in model.own]
         self._width = sum(m.out_features for _, m in linears)
         self._classes = linears[-1][1].out_features
-        self._dtype = model.vector.dtype
+        self._dtype, self._least = model.vector.dtype, least_square(model.vector)
         # About ten operations a layer, and ten more.
         operations = 10.0 * (len(layers) + 1) * _OVERHEAD / 8e-5
         self._overhead = overhead(operations, 6.0 * model.size, model.size)
@@ -171,15 +164,13 @@ class Dense:
                 found = self._measure(one.x, one.y)
                 c = self._coefficients(found, one, clip, weights, shares, gamma)
                 total += self._weighted_sum(found, c.astype(found.losses.dtype), exact)
-        # Coefficients are in units of the clip, so that a small clip keeps its digits.
-        total *= unit_of(clip)
         return total if exact else total.to(self._dtype)
 
     def measured(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return everything computed for the slots of one pass x, y [P, ...], as [P, ...]."""
         with np.errstate(all="ignore"):
             found = self._measure(x.flatten(1), y)
-        arrays = [found.losses, found.norms, *found.lengths.values(), *found.grads.values()]
+        arrays = [found.losses, found.norms, *found.grads.values()]
         arrays += [v for v in found.values if v is not None]
         return [from_numpy(np.ascontiguousarray(v.T)) for v in arrays]
 
@@ -232,9 +223,10 @@ class Dense:
         """Return ‖g_j‖² [P], the sum of the layers' ‖∂ℓ_j/∂output‖² (‖x_j‖² + 1), in float64."""
         total: Array = 0
         for i, g in found.grads.items():
-            found.lengths[i] = _squares(found.values[i]) if i else _lengths(found.x)
+            read = np.maximum(_squares(found.values[i]) if i else _lengths(found.x), self._least)
             # A record's gradient of a linear layer is g xᵀ, so its length is ‖g‖ ‖x‖: no matrix.
-            total += _squares(g) * (found.lengths[i] + self._input.get(i, 0.0) ** 2)
+            own = np.maximum(_squares(g), self._least)
+            total += own * (read + self._input.get(i, 0.0) ** 2)
         return total
 
     def _coefficients(
@@ -246,7 +238,7 @@ class Dense:
         shares: Tensor | None,
         gamma: float | None,
     ) -> Array:
-        """Return c [P] in units of the clip; clear what is not finite, and give it 0."""
+        """Return c [P]; clear what is not finite, and give it 0."""
         norms, w = from_numpy(found.norms), None
         if weights is not None:
             w = weights_of(weights, from_numpy(found.losses)).clamp_min(0)
@@ -265,23 +257,17 @@ class Dense:
         parts: dict[tuple[int, bool], Array] = {}
         for i, g in found.grads.items():
             read, input = found.read(i), self._input.get(i, 0.0)
-            # A bias reads a constant of its layer's input.
-            each = _take(c, g, found.lengths[i] + input**2)
-            scaled = g * each
+            scaled = g * c
             if input:
+                # A bias reads a constant of its layer's input.
                 parts[i, True] = scaled.sum(1, dtype=np.float64 if exact else None) * input
-            if found.lengths[i].max() > FAR:
-                # c g may have no digits where a layer reads long vectors.
-                rows = balance(from_numpy(g).t(), read.t(), from_numpy(found.lengths[i]))
-                scaled, read = rows[0].t().numpy() * each, rows[1].t()
             parts[i, False] = _product(from_numpy(scaled), read, exact).numpy().reshape(-1)
         return from_numpy(np.concatenate([parts[i, input > 0] for i, input in self._order]))
 
 
 def _squares(v: Array) -> Array:
-    """Return Σ v² [P] of each column of v [K, P], in float64."""
-    found = np.square(v, dtype=np.float64).sum(0)
-    return found.clip(LEAST) if v.itemsize == 8 else found
+    """Return Σ v² [P] of each column of v [K, P], in float64; infinite beyond v's own type."""
+    return np.square(v).sum(0, dtype=np.float64)
 
 
 def _lengths(x: Tensor) -> Array:
@@ -290,20 +276,7 @@ def _lengths(x: Tensor) -> Array:
     for start in range(0, rows.shape[1], BLOCK):
         some = rows[:, start : start + BLOCK]
         found += np.vecdot(some, some)
-    small = found < SMALL
-    # Empty slots hold zeros, of which no square is lost.
-    if small.any() and rows[small].any():
-        found[small] = square_sums(x[from_numpy(small)]).numpy()
     return found
-
-
-def _take(c: Array, g: Array, lengths: Array) -> Array:
-    """c [P] of g [O, P] beside u of ‖u_j‖² [P], or less; see norms.most_of."""
-    near = lengths < NEAR
-    if not near.any():
-        return c
-    most = np.where(near, LARGEST / _squares(g) ** 0.5, math.inf)
-    return np.minimum(c, most.astype(c.dtype))
 
 
 def _product(own: Tensor, read: Tensor, exact: bool) -> Tensor:

@@ -18,15 +18,11 @@ Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashim
 (ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fedpact.per_sample import norms
 from fedpact.per_sample.norms import (
-    concatenate,
-    exact,
     flatten_rows,
     keep_good,
     rough_squares,
@@ -35,7 +31,7 @@ from fedpact.per_sample.norms import (
     wide,
 )
 from fedpact.per_sample.products import differ, products
-from fedpact.per_sample.share import TOGETHER, Mapped, Part, Share, Space, balance, same
+from fedpact.per_sample.share import TOGETHER, Mapped, Part, Share, Space, same
 
 FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
@@ -99,7 +95,7 @@ def _by_rows(share: Share, space: Space) -> Part:
     longest = max((p.stop - p.start for p in pieces), default=0)
     memory = space.take(share.batch if kept else longest, share.size, share.like)
     made: dict[int, Tensor] = {}
-    rough: list[Tensor] = []
+    squares: list[Tensor] = []
 
     def rows(chunk: slice) -> Tensor:
         # Made again by the same call from the same numbers, it has the bits that were measured.
@@ -112,7 +108,7 @@ def _by_rows(share: Share, space: Space) -> Part:
     for chunk in pieces:
         found = rows(chunk)
         # While they are in the cache.
-        rough.append(rough_squares(found) if kept else square_sums(found))
+        squares.append(rough_squares(found))
         if kept:
             made[chunk.start] = found
 
@@ -128,15 +124,7 @@ def _by_rows(share: Share, space: Space) -> Part:
             total.addmv_(found.to(c.dtype).t(), c[chunk])
         _into(share, total, view)
 
-    return _rough(rough, list(made.values()), add) if kept else Part(torch.cat(rough), add)
-
-
-def _rough(rough: list[Tensor], rows: list[Tensor], add: Callable[..., None]) -> Part:
-    """A Part of rows of which rough squares are known."""
-    found = concatenate(rough)
-    if rows and rows[0].dtype == torch.float64:
-        return Part(exact(rough, rows), add)
-    return Part(found, add, lambda: exact(rough, rows))
+    return Part(torch.cat(squares), add)
 
 
 def _into(share: Share, total: Tensor, view: Tensor) -> None:
@@ -166,7 +154,7 @@ class Made(Share):
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
             view.add_(torch.mv(keep_good(good, rows).to(c.dtype).t(), c).view(view.shape))
 
-        return _rough([rough_squares(rows)], [rows], add)
+        return Part(rough_squares(rows), add)
 
 
 class Outer(Share):
@@ -217,14 +205,10 @@ class Outer(Share):
 
     def _one_position(self) -> Part:
         g, u = self.g[:, 0], self.u[:, 0]
-        lengths = square_sums(u)
-        squares = square_sums(g) * lengths
+        squares = square_sums(g) * square_sums(u)
 
         def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            some_g, some_u, some_lengths = (keep_good(good, v) for v in (g, u, lengths))
-            most = norms.most_of(some_g, some_lengths)
-            some_g, some_u = balance(some_g, some_u, some_lengths)
-            c = c if most is None else torch.minimum(c, most.to(c.dtype))
+            some_g, some_u = keep_good(good, g), keep_good(good, u)
             for some in slices(len(c), TOGETHER):
                 scaled = some_g[some].to(c.dtype) * c[some, None]
                 view.addmm_(scaled.t(), some_u[some].to(c.dtype))

@@ -45,7 +45,6 @@ from fedpact.per_sample.layers import by_pixel
 from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collect, is_invariant
 from fedpact.per_sample.norms import slices, wide
 from fedpact.per_sample.passes import Captures, Measured, Passes, one_each, trainable
-from fedpact.per_sample.share import unit_of
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import (
     KeyedDraws,
@@ -347,8 +346,6 @@ class PerSampleKernel:
                 found.add(c.to(total.dtype), good, total)
                 # Free it before the next pass is measured.
                 del found
-        if (unit := unit_of(clip)) != 1:
-            total *= unit
         return within(total, clip, most).to(vector.dtype)
 
 

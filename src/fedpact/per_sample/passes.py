@@ -159,14 +159,12 @@ class Passes:
     def blank(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the contents [...] of empty slots for records of the form of x, y.
 
-        Ones, or zeros if the model raises at ones: the gradients of zeros are often zero, whose
-        norms a CPU computes twice (norms.exact). On a GPU zeros come first: an index beyond a table
-        ends its process. Determined once for each form, from no record.
+        Zeros, or ones if the model raises at zeros. Determined once for each form, from no record.
         """
         form = self.form(x, y)
         if form not in self._blanks:
-            ones, zeros = x.new_ones(x.shape[1:]), x.new_zeros(x.shape[1:])
-            tried = (ones, zeros) if on_cpu(x) else (zeros, ones)
+            zeros = x.new_zeros(x.shape[1:])
+            tried = zeros, zeros + 1
             self._blanks[form] = next((one for one in tried if self.takes(one, y)), zeros)
         return self._blanks[form]
 
@@ -287,12 +285,8 @@ class Passes:
         if not squares:
             none = losses.new_zeros(len(losses), dtype=torch.float64)
             return Measured(losses, none, add, factors)
-        each = torch.stack(squares).double()
-        # One comparison for all parameters: few batches have a gradient this short.
-        if on_cpu(each) and (each < norms.SMALL).any():
-            again = [p.again if (p.squares < norms.SMALL).any() else None for p in parts]
-            each = torch.stack([a() if a else p.squares for a, p in zip(again, parts, strict=True)])
-        total = each.double().sum(0)
+        least = norms.least_square(self._model.vector)
+        total = torch.stack(squares).double().clamp_min_(least).sum(0)
         lengths = torch.where(total > LONGEST**2, torch.inf, total).sqrt_()
         return Measured(losses, lengths, add, factors)
 

@@ -5,7 +5,6 @@ docs/notes/proofs.md proves how far one record moves a sum. It assumes of the co
 * where c is float64, so are all products.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,9 +24,6 @@ IN_FLOAT32 = 512
 PARTIAL_SUMS = 16
 """Float32 adds up so many passes' sums at most."""
 
-FAR = 2.0**80
-"""‖u‖² beyond which g is no place for the coefficient; see balance."""
-
 
 @dataclass(frozen=True)
 class Part:
@@ -35,13 +31,12 @@ class Part:
 
     good [P]: the slots to add, c is 0 elsewhere; None where the numbers of all slots are finite. 0
     times infinity is not a number, so the others' gradients are set to 0 first. view: the
-    parameter's place in the total, of c's type. again: squares that are exact where those below
-    norms.SMALL are not; asked for in the same pass.
+    parameter's place in the total, of c's type. Squares that underflow may be too small: below
+    norms.least_square they count as that.
     """
 
     squares: Tensor
     add: Callable[[Tensor, Tensor | None, Tensor], None]
-    again: Callable[[], Tensor] | None = None
 
 
 class Space:
@@ -132,27 +127,9 @@ class Mapped(Share):
         return self._function(self._share.rows(chunk))
 
 
-def unit_of(clip: float) -> float:
-    """A power of two as the unit of small clips: 1e-40 has few digits in float32."""
-    return 2.0 ** math.floor(math.log2(clip)) if clip < 2.0**-20 else 1.0
-
-
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one form are the same memory.
 
     The numbers are not compared: one record's would then decide how the others are summed.
     """
     return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
-
-
-def balance(g: Tensor, u: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale g [B, O] and u [B, K] of ‖u_j‖² [B] by powers of two, so that c_j g_j is not denormal.
-
-    It would be for a u_j of 1e38 and a g_j of 1e-20.
-    """
-    far = (lengths > FAR) & lengths.isfinite()
-    if on_cpu(far) and not far.any():
-        return g, u
-    # At most 2^64, the root of the longest ‖u‖: a power of two, so no digit is lost.
-    exponent = torch.where(far, torch.frexp(lengths)[1] // 2, 0).clamp_max(64)[:, None]
-    return torch.ldexp(g, exponent), torch.ldexp(u, -exponent)

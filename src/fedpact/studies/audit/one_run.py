@@ -34,7 +34,6 @@ from fedpact.common.losses import cross_entropy
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.per_sample.clipping import coefficients, weights_of
 from fedpact.per_sample.kernel import PlainKernel
-from fedpact.per_sample.share import unit_of
 from fedpact.privacy.accounting import gaussian
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.oracle import Records
@@ -174,7 +173,7 @@ def _shares(target: Target, canaries: Records, asked: Asked) -> Tensor:
     norms, clip = rows.norm(dim=1), asked.terms.clip
     gamma = getattr(mechanism_of(asked.terms.mechanism).batch, "gamma", None)
     w = weights_of(asked.weighting, losses).clamp_min(0)
-    c = coefficients(clip, norms, w, None, gamma).to(rows) * unit_of(clip)
+    c = coefficients(clip, norms, w, None, gamma).to(rows)
     return torch.nan_to_num(rows * c[:, None], nan=0.0, posinf=0.0, neginf=0.0)
 
 
