@@ -23,18 +23,6 @@ from fedpact.per_sample.share import Space
 PICKS = {
     "gather": lambda o, n: o.gather(1, n.view(-1, 1, 1).expand(-1, 1, o.shape[2]))[:, 0],
     "arange": lambda o, n: o[torch.arange(o.size(0), device=o.device), n],
-    "flat": lambda o, n: o.flatten(0, 1)[n + torch.arange(len(o)) * o.shape[1]],
-    "index_select": lambda o, n: o.reshape(-1, o.shape[2]).index_select(
-        0, torch.arange(len(o)) * o.shape[1] + n
-    ),
-    "two, flat": lambda o, n: (
-        o.view(-1, o.shape[2])[
-            ((torch.arange(len(o)) * o.shape[1])[:, None] + torch.stack([n, n // 2], 1)).view(-1)
-        ]
-        .view(len(o), 2, -1)
-        .sum(1)
-    ),
-    "mask": lambda o, n: o[torch.arange(o.shape[1]) == n[:, None]],
     "one-hot": lambda o, n: (nn.functional.one_hot(n, o.shape[1])[..., None] * o).sum(1),
     "masked mean": lambda o, n: (o * (torch.arange(o.shape[1]) <= n[:, None])[..., None]).sum(1),
 }
@@ -55,9 +43,8 @@ class LastStep(nn.Module):
 
 @pytest.mark.parametrize(
     ("picks", "recurrent"),
-    [(("gather", "arange", "flat"), False), (("index_select", "two, flat"), False),
-     (("one-hot", "masked mean"), False), (("mask",), True)],
-)  # fmt: skip
+    [(("gather", "one-hot"), False), (("arange", "masked mean"), True)],
+)
 def test_the_last_step_is_taken_many_records_at_a_time(picks, recurrent):
     body = nn.LSTM(6, 6, batch_first=True) if recurrent else None
     model = LastStep(lambda o, n: sum(PICKS[pick](o, n) for pick in picks), body)
@@ -78,13 +65,15 @@ def test_the_last_step_is_taken_many_records_at_a_time(picks, recurrent):
 @pytest.mark.parametrize(
     "pick",
     [
+        lambda o, n: o.flatten(0, 1)[n + torch.arange(len(o)) * o.shape[1]],
+        lambda o, n: o[torch.arange(o.shape[1]) == n[:, None]],
         lambda o, n: o[torch.arange(o.shape[1]) <= n[:, None]].mean(0, keepdim=True),
         lambda o, n: torch.stack([o[i, n[i]] for i in range(len(o))]),
         lambda o, n: torch.stack([o[i, :, 1:][n[i] - 9] for i in range(len(o))]).repeat(1, 2)[
             :, :6
         ],
     ],
-    ids=["mask", "numbers", "below 0"],
+    ids=["flat", "one by mask", "mask", "numbers", "below 0"],
 )
 def test_some_picks_are_made_record_by_record(pick):
     """How many a mask picks is no constant, and a loop is over the records: exact all the same."""
@@ -101,53 +90,6 @@ def test_a_step_taken_out_as_a_number_is_refused_with_its_line():
     x, y = torch.randint(1, 30, (5, 7)), torch.arange(5) % 3
     with pytest.raises(ModelError, match=r"a number taken out of a tensor in test_cases\.py, line"):
         kernel.clipped_sum(x, y, 0.5)
-
-
-@pytest.mark.parametrize("way", ["index", "index_select"])
-def test_a_flat_index_names_no_row_of_another_record(reference, way):
-    """Behind its last row, or before its first, is a neighbour's."""
-
-    def naming(m, x):
-        rows, n = x[:, 1:].reshape(-1, 2), x[:, 0].long()
-        at = torch.arange(x.shape[0]) * 3 + n
-        return m.layer(rows[at] if way == "index" else rows.index_select(0, at))
-
-    model = FlatModel(reference.Apply(naming, layer=nn.Linear(2, 3)))
-    kernel = PerSampleKernel(model, off_by)
-    x, y, clip = 5 * torch.randn(20, 7), torch.arange(20) % 3, 0.05
-    x[:, 0] = 0
-    assert kernel.way(x, y) == "graph"
-    for n in (2.0, 3.0, -1.0, -4.0):
-        r = x[4:5].clone()
-        r[0, 0] = n
-        given = torch.cat([x[:7], r, x[7:]]), torch.cat([y[:7], y[:1], y[7:]])
-        try:
-            found = kernel.clipped_sum(*given, clip) - kernel.clipped_sum(x, y, clip)
-        except IndexError:
-            continue
-        assert found.norm() <= clip * (1 + 1e-3)
-        # The others add what they added without it.
-        assert torch.allclose(found, kernel.clipped_sum(r, y[:1], clip), atol=1e-5)
-
-
-def test_a_mask_of_none_or_several_rows_leaves_out_its_record(reference):
-    """Of no row, or of several, it is no record; others keep their rows."""
-    model = reference.Apply(lambda m, x: m.layer(x[..., 1:][x[..., 0] > 0]), layer=nn.Linear(2, 3))
-    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
-    x, y = torch.randn(20, 4, 3), torch.arange(20) % 3
-    x[..., 0] = torch.eye(4)[torch.arange(20) % 4] - 0.5
-    assert kernel.way(x, y) == "graph"
-    each = kernel.alone(x, y)
-    layout = Placement(length=8)
-    found = kernel.clipped_sum(x, y, torch.inf, layout=layout)
-    assert torch.allclose(found, each.sum(0), rtol=1e-4, atol=1e-6)
-    for marks in ([], [0, 2], [0, 1, 2, 3]):
-        r = x[3:4].clone()
-        r[..., 0] = -1.0
-        r[0, marks, 0] = 1.0
-        given = torch.cat([x[:7], r, x[7:]]), torch.cat([y[:7], y[:1], y[7:]])
-        more = kernel.clipped_sum(*given, torch.inf, layout=layout)
-        assert torch.allclose(more, found, rtol=1e-5, atol=1e-6)
 
 
 class Tied(nn.Module):

@@ -27,7 +27,6 @@ from fedpact.common.params import refuse_writing
 from fedpact.common.user_code import digest_of_form
 from fedpact.per_sample.tracing.batch_rules import is_size, kind_of
 from fedpact.per_sample.tracing.batch_table import State, states
-from fedpact.per_sample.tracing.flat_index import pick_within_records
 from fedpact.per_sample.tracing.record_safety import by_argument, follow, unsafe
 from fedpact.per_sample.tracing.replacements import STANDS_FOR, TRACED_AS
 from fedpact.per_sample.tracing.trace_context import (
@@ -162,7 +161,6 @@ def _trace(whole: WithLoss, x: Tensor, y: Tensor, batch: int | None) -> Trace:
     _detach_without_grad(trace.graph)
     _pool_before_relu(trace.graph)
     _take_first_of_equal(trace.graph)
-    pick_within_records(trace.graph)
     for node in trace.nodes:
         node.target = cast(Any, STANDS_FOR.get(node.target, node.target))
         if _changes(node):

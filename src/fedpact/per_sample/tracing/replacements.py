@@ -13,7 +13,7 @@ from torch import Tensor
 from fedpact.common.errors import ModelError
 from fedpact.per_sample.convolution import Geometry
 from fedpact.per_sample.recurrent import RECURRENT, gru_step
-from fedpact.per_sample.tracing.batch_rules import multiple, names
+from fedpact.per_sample.tracing.batch_rules import names
 
 _aten = cast(Any, torch.ops.aten)
 
@@ -127,18 +127,6 @@ def _sort(x: Tensor, *args: Any, stable: bool | None = None, **named: Any) -> An
     if x.dim() != 1 or dim not in (0, -1) or not isinstance(x.shape[0], torch.SymInt):
         return NotImplemented
     return x, torch.arange(x.shape[0], device=x.device)
-
-
-def _count_up(start: Any, end: Any, step: int = 1, **_: Any) -> Any:
-    """arange(0, B T, T) as arange(B) times T, the other way to write it."""
-    if type(end) is not torch.SymInt or start != 0 or type(step) is not int or step < 2:
-        return NotImplemented
-    times = multiple(end)
-    return (
-        NotImplemented
-        if times is None or times % step
-        else torch.arange(cast(Any, end) // step) * step
-    )
 
 
 _EMBEDDING_BAG: Final = inspect.signature(F.embedding_bag)
@@ -294,7 +282,6 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.view_as.default: _to_shape_of,
     _aten.reshape_as.default: _to_shape_of,
     _aten.expand_as.default: _expand_to,
-    _aten.arange.start_step: _count_up,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.index_put.default: _put,
     **{
