@@ -39,17 +39,15 @@ def drop_path(x: Tensor) -> Tensor:
 
 
 def nobodys(x: Tensor) -> Tensor:
-    """Of the features' order, and one number for all: records draw none of their own."""
-    return x[:, torch.randperm(WIDTH)] * torch.rand(())
+    """The features' order, and one number for all: records draw none of their own."""
+    return x[:, torch.rand(WIDTH).argsort()] * torch.rand(())
 
 
 # Several in one model, as a trace takes longer than what is asked of it.
 DRAWING = {
     "dropout": lambda x: F.dropout(x, RATE),
     "attention": attention,
-    "layers": lambda x: drop_path(
-        F.rrelu(F.dropout2d(x.view(len(x), 4, 2, 1), RATE).flatten(1), training=True)
-    ),
+    "layers": lambda x: drop_path(F.dropout2d(x.view(len(x), 4, 2, 1), RATE).flatten(1)),
     "numbers": lambda x: torch.normal(x + torch.randn_like(x), 0.1) * torch.randint(1, 4, x.shape),
     "picks": lambda x: (
         F.gumbel_softmax(x, hard=True)

@@ -9,7 +9,6 @@ checked.
 """
 
 import hashlib
-import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,9 +34,6 @@ _DEFAULTS: Final[dict[str, tuple[float, ...]]] = {
     "uniform": (0.0, 1.0),
     "normal": (0.0, 1.0),
     "exponential": (1.0,),
-    "log_normal": (1.0, 2.0),
-    "cauchy": (0.0, 1.0),
-    "geometric": (),
     "random": (),
 }
 """A tensor's methods that fill it with random numbers, with their default arguments.
@@ -50,17 +46,9 @@ a record, and then so would the numbers of later records.
 def _mean(method: str, *more: float) -> float:
     """The mean of the numbers that a tensor's method draws."""
     a, b = (*more, *_DEFAULTS[method][len(more) :], 0.0)[:2]
-    match method:
-        case "uniform":
-            return (a + b) / 2
-        case "exponential" | "geometric":
-            return 1 / a
-        case "log_normal":
-            return math.exp(a + b**2 / 2)
-        case "random":  # below a, or from a to below b
-            return (a - 1) // 2 if len(more) < 2 else (a + b - 1) // 2
-        case _:
-            return a
+    if method == "random":  # below a, or from a to below b
+        return (a - 1) // 2 if len(more) < 2 else (a + b - 1) // 2
+    return {"uniform": (a + b) / 2, "exponential": 1 / max(a, 1e-30)}.get(method, a)
 
 
 _DRAWN_BY: Final = {
@@ -193,23 +181,6 @@ class KeyedDraws(TorchDispatchMode):
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         kept = self._fill(torch.empty_like(x), "bernoulli", 1 - p)
         return x * (kept / max(1 - p, 1e-30)), kept.bool()
-
-    def _as_rrelu_with_noise(
-        self, x: Tensor, noise: Tensor, low: float = 1 / 8, high: float = 1 / 3, *_: Any
-    ) -> Tensor:
-        """For plain passes: torch's draws only for negative numbers; a trace uses another."""
-        slopes = self._fill(torch.empty_like(x), "uniform", low, high)
-        return x * noise.copy_(torch.where(x < 0, slopes, 1))
-
-    def _as_randperm(self, count: int, **how: Any) -> Tensor:
-        # Not the identity, so that a permutation of the batch is detected.
-        order = torch.arange(count - 1, -1, -1, **how)
-        if self.numbers is None:
-            return order
-        rows = () if self._where is None else self.numbers.rows
-        if len(rows) > 1:
-            raise ModelError("an order is drawn for each of several records")
-        return order.copy_(torch.randperm(count, generator=(*rows, self.numbers.shared)[0]))
 
     def _as_multinomial(self, p: Tensor, count: int, again: bool = False) -> Tensor:
         """Indices [..., count] drawn by weights p [..., K], with or without replacement."""
