@@ -85,7 +85,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
 
     Many models ask torch.compiler.is_compiling() before they look at values. Python's own len has
     to give a number, so a model that calls it would be traced for batches of one size alone: within
-    the files of the model it is x.shape[0], and list(range(len(x))) the records' numbers. torch's
+    the files of the model it is x.shape[0], and range(len(x)) the records' numbers. torch's
     transformers look whether a mask is the causal one, for which there is a faster way to the same;
     a branch on its values would end the trace. x.data is x.detach(), as the tracer takes it for a
     constant without values.
@@ -114,7 +114,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         ours.append((rnn, name, instead))
         for scope in own.values():
             ours += [(scope, n, instead) for n, v in scope.items() if v is theirs]
-    lengths = {"len": _size, "range": _range, "list": _List}
+    lengths = {"len": _size, "range": _range}
     ours += [
         (scope, name, instead)
         for scope in own.values()
@@ -224,20 +224,6 @@ def _range(*of: Any) -> Any:
     """Return the records' numbers as a tensor, for the batch's size."""
     counted = isinstance(of[0], torch.SymInt) and not of[1:]
     return torch.arange(cast(Any, of[0])) if counted else range(*of)
-
-
-class _Listing(type):
-    def __call__(cls, *of: Any) -> Any:
-        """Return a list; of the records' numbers, the tensor of them."""
-        counted = of and isinstance(of[0], Tensor) and isinstance(_size(of[0]), torch.SymInt)
-        return of[0] if counted else list[Any](*of)
-
-    def __instancecheck__(cls, one: object) -> bool:
-        return isinstance(one, list)
-
-
-class _List(list[Any], metaclass=_Listing):
-    """What `list` stands for in a model's file while the model is traced."""
 
 
 @contextmanager
