@@ -6,7 +6,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import (
     _InstanceNorm as InstanceNorm,  # pyright: ignore[reportPrivateUsage]
@@ -31,19 +30,10 @@ _SLOW = "model %s is tried on made-up records before the run, for about ten step
 _MIXES = (
     "model {} mixes the records of a batch: {} differs from what its records give one by one. Look "
     "for means over the batch, for branches on values, and for a layer whose leading dimension is "
-    "not the batch (batch_first=False)"
-)
-_ROUNDS = (
-    "model {} computes in {}, as by torch.autocast: its rounding makes {} differ from what its "
-    'records give one by one. Take that out of the model; precision = "bf16" of a run computes '
-    "so, and is checked for it"
-)
-_OWN = (
-    "model {} has a backward pass of its own in {} (torch.autograd.Function), which is not the "
-    "derivative of what it computes: {} differs from what its records give one by one. Write it "
-    "with operations alone; for a derivative of another function h(x) than f(x), as of a straight-"
-    "through estimator, h(x) + (f(x) - h(x)).detach(). Where it is a library's own, choose another "
-    "of its models"
+    "not the batch (batch_first=False). Where it mixes nothing, it may round, as in torch.autocast "
+    '(take that out; precision = "bf16" of a run computes so), or have a torch.autograd.Function '
+    "whose backward pass is not the derivative: for that of another function h(x) than f(x) write "
+    "h(x) + (f(x) - h(x)).detach()"
 )
 
 
@@ -117,7 +107,7 @@ def check_separation(tried: _Tried, x: Tensor, y: Tensor) -> None:
                 "between passes"
             )
         _check_large(tried, x, y, _check_each(tried, x, y))
-        _check_outputs(module, x)
+        _check_outputs(tried, x)
 
 
 def _one(tried: _Tried, x: Tensor, y: Tensor, j: int) -> Tensor:
@@ -129,14 +119,15 @@ def _losses(tried: _Tried, x: Tensor, y: Tensor) -> Tensor:
         return tried.loss(tried.model.module(x.clone()), y)
 
 
-def _check_outputs(module: nn.Module, x: Tensor) -> None:
+def _check_outputs(tried: _Tried, x: Tensor) -> None:
+    module = tried.model.module
     with torch.no_grad():
         found = module(x.clone())
         each = torch.cat([module(x[j : j + 1].clone()) for j in range(len(x))])
     alike = found.shape == each.shape
     scale = float(each.abs().amax()) if each.numel() else 0.0
     if not (alike and float((found - each).abs().amax()) <= 10 * _TOLERANCE[each.dtype] * scale):
-        raise ModelError(_MIXES.format(model_name(module), "what it returns for a record"))
+        raise _mixing(tried, "what it returns for a record")
 
 
 def _check_each(tried: _Tried, x: Tensor, y: Tensor) -> Tensor:
@@ -163,7 +154,7 @@ def _check_each(tried: _Tried, x: Tensor, y: Tensor) -> Tensor:
         # A gradient of 0 requires 0; the negated comparison also refuses NaN.
         most = _TOLERANCE[tried.model.vector.dtype] * max(norm, 1e-3 * max(norms))
         if not error <= most and not error <= most + _tolerance(tried, x, y, j):
-            raise _mixing(tried, "what a record adds to a batch", x, y)
+            raise _mixing(tried, "what a record adds to a batch")
     return torch.tensor(norms, dtype=torch.float64)
 
 
@@ -185,7 +176,7 @@ def _check_large(tried: _Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
     if not found <= most:
         moved = sum(float(c[j]) * _tolerance(tried, x, y, j) for j in range(len(x)))
         if not found <= most + moved:
-            raise _mixing(tried, f"the sum over a batch of {_LARGE}", x, y)
+            raise _mixing(tried, f"the sum over a batch of {_LARGE}")
 
 
 def _tolerance(tried: _Tried, x: Tensor, y: Tensor, j: int) -> float:
@@ -205,32 +196,8 @@ def _tolerance(tried: _Tried, x: Tensor, y: Tensor, j: int) -> float:
     return 3 * found
 
 
-def _mixing(tried: _Tried, what: str, x: Tensor, y: Tensor) -> ModelError:
-    """The error for records x, y [B, ...] whose batch differs from single records in `what`."""
-    name, behind = model_name(tried.model.module), _behind(_losses(tried, x, y))
-    # A trace contains the forward computation of a custom autograd function and differentiates
-    # that; its own backward is not in the trace.
-    own = {type(n).__name__ for n in behind if isinstance(n, BackwardCFunction)}
-    # A batch of one has no other record to mix with.
-    gradient = _one(tried, x, y, 0)
-    error = _norm(tried.summed(x[:1], y[:1], math.inf, gradient.new_ones(1)) - gradient)
-    if own and not error <= _TOLERANCE[gradient.dtype] * _norm(gradient):
-        names = sorted(n.removesuffix("Backward") for n in own)
-        return ModelError(_OWN.format(name, ", ".join(names), what))
-    types = {made.dtype for node in behind for made in node._input_metadata}
-    if short := sorted(str(t)[6:] for t in types & {torch.bfloat16, torch.float16}):
-        return ModelError(_ROUNDS.format(name, ", ".join(short), what))
-    return ModelError(_MIXES.format(name, what))
-
-
-def _behind(losses: Tensor) -> set[Any]:
-    left, seen = [losses.grad_fn], set[Any]()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [before for before, _ in node.next_functions]
-    return seen
+def _mixing(tried: _Tried, what: str) -> ModelError:
+    return ModelError(_MIXES.format(model_name(tried.model.module), what))
 
 
 def _norm(vector: Tensor) -> float:
