@@ -18,7 +18,6 @@ from fedpact.per_sample import norms
 from fedpact.per_sample.gradients import Lookup, Outer, part
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
-from fedpact.per_sample.share import Space
 
 PICKS = {
     "gather": lambda o, n: o.gather(1, n.view(-1, 1, 1).expand(-1, 1, o.shape[2]))[:, 0],
@@ -125,7 +124,7 @@ def test_uses_of_a_tied_table_that_cancel_are_measured_as_added():
     g, u, view = torch.zeros(1, 1, 99), torch.randn(1, 1, 40), torch.zeros(99, 40)
     g[0, 0, 7], g[0, 0, 8] = 1, 1e-6
     looked_up = Lookup(torch.tensor([[7]]), -u * (1 + 1e-6), 99, None)
-    both = part([looked_up, Outer(g, u)], Space())
+    both = part([looked_up, Outer(g, u)])
     both.add(torch.ones(1), None, view)
     assert 0 < both.squares.sqrt() == pytest.approx(float(view.double().norm()), rel=1e-5)
 
@@ -134,7 +133,7 @@ def test_indices_of_a_small_table_are_not_sorted(monkeypatch):
     """Sorting takes longer than a table for each record, as of relative positions."""
     index, g, c = torch.randint(3, (5, 8)), torch.randn(5, 8, 2), torch.rand(5)
     monkeypatch.setattr(torch.Tensor, "argsort", lambda *_, **__: pytest.fail("sorted"))
-    found, view = part([Lookup(index, g, 3, 0)], Space()), torch.zeros(3, 2)
+    found, view = part([Lookup(index, g, 3, 0)]), torch.zeros(3, 2)
     each = nn.functional.one_hot(index, 3).float().mT @ g
     each[:, 0] = 0
     assert torch.allclose(found.squares.float(), each.square().sum((1, 2)))
@@ -147,7 +146,7 @@ def test_a_difference_of_look_ups_is_that_of_their_rows(alike):
     index, g, h = torch.randint(30, (5, 4)), torch.randn(5, 4, 2), torch.randn(5, 4, 2)
     one, other = Lookup(index, g, 30, 0), Lookup(index if alike else index.flip(0), h, 30, 0)
     rows = one.rows(slice(5)) - other.rows(slice(5))
-    found, view = part(one.minus(other), Space()), torch.zeros(30, 2)
+    found, view = part(one.minus(other)), torch.zeros(30, 2)
     assert torch.allclose(found.squares.float(), rows.square().sum(1))
     found.add(torch.ones(5), None, view)
     assert torch.allclose(view.flatten(), rows.sum(0), atol=1e-6)

@@ -106,14 +106,11 @@ class Geometry:
         # g is usually channels-last, so its matrix needs no copy.
         return (columns @ g.mT).mT.reshape(n, -1)
 
-    def weight_rows_by_pixel(self, x: Tensor, g: Tensor, out: Tensor | None) -> Tensor:
-        """The same by pixel, as [n, O, kernel, C]; written to `out` if given."""
+    def weight_rows_by_pixel(self, x: Tensor, g: Tensor) -> Tensor:
+        """The same by pixel, as [n, O, kernel, C]."""
         columns = self.patches(x, g.shape[2:])
         g = g.reshape(len(columns), -1, columns.shape[1])
-        if out is None or differ(g, columns):
-            return products(g, columns).reshape(len(x), -1)
-        out = out.view(*g.shape[:2], columns.shape[2])
-        return torch.bmm(g, columns, out=out).view(len(x), -1)
+        return products(g, columns).reshape(len(x), -1)
 
     def patches(self, x: Tensor, positions: tuple[int, ...]) -> Tensor:
         """The patches of x [n, C, ...], as [n · groups, T, kernel · C / groups]."""
@@ -178,13 +175,13 @@ class Convolved(Share):
 
     def rows(self, chunk: slice) -> Tensor:
         """See Share."""
-        return self.arrange(self.quick_rows(chunk, None)).flatten(1)
+        return self.arrange(self.quick_rows(chunk)).flatten(1)
 
-    def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:
+    def quick_rows(self, chunk: slice) -> Tensor:
         """See Share."""
         x, g = self.x[chunk], self.g[chunk]
         if self._layout == "pixel":
-            return self._geometry.weight_rows_by_pixel(x, g, out)
+            return self._geometry.weight_rows_by_pixel(x, g)
         if self._layout == "channel":
             return self._geometry.weight_rows_by_channel(x, g)
         return self._geometry.weight_rows(x, g, self._weight)
@@ -248,7 +245,7 @@ class Pooled2d(Convolved):
         self._index = index.int().reshape(batch, out, 1, -1)
         self.most = TOGETHER  # no patches are made
 
-    def quick_rows(self, chunk: slice, out: Tensor | None) -> Tensor:  # noqa: ARG002
+    def quick_rows(self, chunk: slice) -> Tensor:
         """See Share."""
         values, index = self._values[chunk], self._index[chunk]
         n, places = len(values), values.shape[3]

@@ -18,6 +18,9 @@ Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashim
 (ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -30,8 +33,8 @@ from fedpact.per_sample.norms import (
     square_sums,
     wide,
 )
-from fedpact.per_sample.products import differ, products
-from fedpact.per_sample.share import TOGETHER, Mapped, Part, Share, Space, same
+from fedpact.per_sample.products import products
+from fedpact.per_sample.share import TOGETHER, Mapped, Part, Share, same
 
 FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
@@ -59,10 +62,16 @@ def is_few(like: Tensor, positions: int, size: int, read: int, least: int = 9) -
     return few and size > least * positions * numbers and like.dtype != torch.float64
 
 
-def part(shares: list[Share], space: Space) -> Part:
-    """The Part of a parameter whose gradient is the sum of the shares."""
+_Digits = Callable[[], AbstractContextManager[object]]
+
+
+def part(shares: list[Share], digits: _Digits = nullcontext) -> Part:
+    """The Part of a parameter whose gradient is the sum of the shares.
+
+    digits: a context in which gradients are computed.
+    """
     share = sum_of(shares)
-    return share.special() or _by_rows(share, space)
+    return share.special() or _by_rows(share, digits)
 
 
 def together(shares: dict[str, list[Share]]) -> list[tuple[list[str], list[Share]]]:
@@ -89,11 +98,9 @@ def difference(shares: list[Share], others: list[Share]) -> list[Share]:
     return [one for a, b in zip(shares, others, strict=True) for one in a.minus(b)]
 
 
-def _by_rows(share: Share, space: Space) -> Part:
+def _by_rows(share: Share, digits: _Digits) -> Part:
     pieces = norms.chunks(share.batch, share.nbytes, share.like, share.most)
     kept = share.batch * share.nbytes <= norms.keep_bytes(share.like)
-    longest = max((p.stop - p.start for p in pieces), default=0)
-    memory = space.take(share.batch if kept else longest, share.size, share.like)
     made: dict[int, Tensor] = {}
     squares: list[Tensor] = []
 
@@ -101,9 +108,8 @@ def _by_rows(share: Share, space: Space) -> Part:
         # Made again by the same call from the same numbers, it has the bits that were measured.
         if chunk.start in made:
             return made[chunk.start]
-        place = memory[chunk if kept else slice(chunk.stop - chunk.start)]
-        with space.digits():
-            return share.quick_rows(chunk, place)
+        with digits():
+            return share.quick_rows(chunk)
 
     for chunk in pieces:
         found = rows(chunk)
@@ -170,14 +176,11 @@ class Outer(Share):
         """See Share."""
         return flatten_rows(products(self.g[chunk].mT, self.u[chunk]))
 
-    def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:
+    def quick_rows(self, chunk: slice) -> Tensor:
         """See Share: as [K, O] where that makes the rows of the product longer, which is faster."""
         g, u = self.g[chunk], self.u[chunk]
         a, b = (u, g) if self._turned else (g, u)
-        if differ(a.mT, b):
-            return flatten_rows(products(a.mT, b))
-        torch.bmm(a.mT, b, out=out.view(len(g), a.shape[2], b.shape[2]))
-        return out
+        return flatten_rows(products(a.mT, b))
 
     def arrange(self, total: Tensor) -> Tensor:
         """See Share."""

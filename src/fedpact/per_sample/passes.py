@@ -36,7 +36,6 @@ from fedpact.per_sample.layers import gains_by_pixel
 from fedpact.per_sample.layout import Pass, Placement, lay_out, length_for
 from fedpact.per_sample.norms import LONGEST
 from fedpact.per_sample.per_record import Alone
-from fedpact.per_sample.share import Space
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing, without_fused_draws
@@ -83,7 +82,6 @@ class Passes:
         self._ways: dict[object, _Way] = {}
         self._fits: dict[object, int] = {}
         self._blanks: dict[object, Tensor] = {}
-        self._space = Space(partial(fewer_digits, model))
         modules = list(model.module.modules())
         self._modules = [(m, vars(m)) for m in modules]
         self._images = gains_by_pixel(modules)
@@ -258,9 +256,8 @@ class Passes:
         )
 
     def _measure(self, losses: Tensor, shares: Shares) -> Measured:
-        self._space.reset()
         groups = together(shares)
-        parts = [part(some, self._space) for _, some in groups]
+        parts = [part(some, partial(fewer_digits, self._model)) for _, some in groups]
         squares = [one.squares for one in parts]
 
         def add(c: Tensor, good: Tensor | None, total: Tensor) -> None:

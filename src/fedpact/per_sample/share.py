@@ -7,13 +7,10 @@ docs/notes/proofs.md proves how far one record moves a sum. It assumes of the co
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from fedpact.common.params import on_cpu
 
 TOGETHER = 128
 """So many records' terms float32 may add in one product; docs/notes/proofs.md has why."""
@@ -39,36 +36,6 @@ class Part:
     add: Callable[[Tensor, Tensor | None, Tensor], None]
 
 
-class Space:
-    """Memory for gradients, reused in every pass: new memory costs as much as a product.
-
-    `reset` invalidates what was taken. digits: a context in which gradients are computed.
-    """
-
-    def __init__(self, digits: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        self.digits = digits
-        self._blocks: list[Tensor] = []
-        self._next = 0
-
-    def reset(self) -> None:
-        """Make all of it available again."""
-        self._next = 0
-
-    def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """Return uninitialised memory [rows, columns], of the type and on the device of `like`."""
-        if not on_cpu(like):
-            # A GPU's memory is kept by torch, and what a captured pass works on is its own.
-            return like.new_empty(rows, columns)
-        if self._next == len(self._blocks):
-            self._blocks.append(like.new_empty(0))
-        block = self._blocks[self._next]
-        # Passes ask for the same sizes in the same order, so each block is right the second time.
-        if block.numel() < rows * columns or block.dtype != like.dtype:
-            block = self._blocks[self._next] = like.new_empty(rows * columns)
-        self._next += 1
-        return block[: rows * columns].view(rows, columns)
-
-
 class Share(ABC):
     """What one use of a parameter contributes to its per-sample gradients.
 
@@ -92,11 +59,8 @@ class Share(ABC):
         """Bytes of one gradient."""
         return self.size * self.like.element_size()
 
-    def quick_rows(self, chunk: slice, out: Tensor) -> Tensor:  # noqa: ARG002
-        """The same rows in the order that is fastest to compute; see arrange.
-
-        out: memory of that form, which they may be written to.
-        """
+    def quick_rows(self, chunk: slice) -> Tensor:
+        """The same rows in the order that is fastest to compute; see arrange."""
         return self.rows(chunk)
 
     def factors(self) -> list[Tensor]:
