@@ -245,18 +245,14 @@ def test_a_wrong_derivative_is_found_and_the_advice_is_exact(reference):
     torch.testing.assert_close(kernel.clipped_sum(x, y, 1e6), expected)
 
 
-@pytest.mark.parametrize("wrong", ["at_once", "gradients"])
-def test_verify_tries_every_way_that_a_batch_may_take(reference, wrong, monkeypatch):
+@pytest.mark.parametrize("way", ["dense", "graph"])
+def test_verify_tries_every_way_that_a_batch_may_take(reference, way, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x, y = reference.data(5, 4), torch.arange(5) % 2
-    kernel = reference.forced("graph" if wrong == "gradients" else "dense", model, cross_entropy)
+    kernel = reference.forced(way, model, cross_entropy)
     kernel.verify(x, y)
-    if wrong == "gradients":
-        right = kernel._passes.gradients
-        monkeypatch.setattr(kernel._passes, wrong, lambda x, y: right(x.flip(0), y))
-    else:
-        dense, summed = kernel._passes.dense, kernel._passes.dense.sum
-        monkeypatch.setattr(dense, "sum", lambda *asked: summed(*asked) * 1.01)
+    right = kernel._passes.gradients
+    monkeypatch.setattr(kernel._passes, "gradients", lambda x, y: right(x.flip(0), y))
     with pytest.raises(ModelError, match="mixes the records"):
         kernel.verify(x, y)
 

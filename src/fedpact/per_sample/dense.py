@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from fedpact.common.losses import Loss, cross_entropy
 from fedpact.common.params import FlatModel, from_numpy, on_cpu
-from fedpact.per_sample.clipping import Weights, coefficients, weights_of
 from fedpact.per_sample.layers import ScaledBias, sequence_of
-from fedpact.per_sample.layout import Pass, Placement, lay_out, length_for, overhead
+from fedpact.per_sample.layout import length_for, overhead
 from fedpact.per_sample.norms import (
     BLOCK,
     CHUNK_BYTES,
@@ -30,7 +29,7 @@ from fedpact.per_sample.norms import (
     slices,
 )
 from fedpact.per_sample.products import LARGE, linear
-from fedpact.per_sample.share import TOGETHER
+from fedpact.per_sample.share import TOGETHER, Measured
 
 MOST: Final = 2**20
 """Of slots times the layers' outputs in one pass, which holds a few numbers for each."""
@@ -139,40 +138,23 @@ class Dense:
             self._forward(found)
             return from_numpy(self._losses(found, y.numpy())[0])
 
-    def sum(
-        self,
-        x: Tensor,
-        y: Tensor,
-        clip: float,
-        weights: Weights | None,
-        shares: Tensor | None,
-        layout: Placement,
-        *,
-        exact: bool = False,
-        gamma: float | None = None,
-    ) -> Tensor:
-        """Return Σ_j c_j g_j [d] over records that fit; see PerSampleKernel.clipped_sum.
-
-        exact: in float64, however few they are.
-        """
-        length = layout.length or self.length(layout.expected)
-        exact = exact or layout.in_float64(y.shape[0], length)
-        total = torch.zeros_like(self._model.vector, dtype=torch.float64 if exact else self._dtype)
-        # A bad record may overflow or divide by 0: it is found by its loss and norm afterwards.
-        with np.errstate(all="ignore"):
-            for one in lay_out(x.flatten(1), y, length, layout):
-                found = self._measure(one.x, one.y)
-                c = self._coefficients(found, one, clip, weights, shares, gamma)
-                total += self._weighted_sum(found, c.astype(found.losses.dtype), exact)
-        return total if exact else total.to(self._dtype)
-
-    def measured(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Return everything computed for the slots of one pass x, y [P, ...], as [P, ...]."""
+    def gradients(self, x: Tensor, y: Tensor) -> Measured:
+        """Measure the gradients of records x, y [P, ...] that fit."""
         with np.errstate(all="ignore"):
             found = self._measure(x.flatten(1), y)
-        arrays = [found.losses, found.norms, *found.grads.values()]
-        arrays += [v for v in found.values if v is not None]
-        return [from_numpy(np.ascontiguousarray(v.T)) for v in arrays]
+
+        def add(c: Tensor, good: Tensor | None, total: Tensor) -> None:
+            with np.errstate(all="ignore"):
+                if good is not None:
+                    found.keep(good.numpy())
+                coefficients = c.numpy().astype(found.losses.dtype, copy=False)
+                total.add_(self._weighted_sum(found, coefficients, c.dtype == torch.float64))
+
+        def factors() -> list[Tensor]:
+            arrays = [*found.grads.values(), *(v for v in found.values if v is not None)]
+            return [from_numpy(np.ascontiguousarray(v.T)) for v in arrays]
+
+        return Measured(from_numpy(found.losses), from_numpy(found.norms), add, factors)
 
     def _measure(self, x: Tensor, y: Tensor) -> _Found:
         found = _Found(x)
@@ -228,29 +210,6 @@ class Dense:
             own = np.maximum(_squares(g), self._least)
             total += own * (read + self._input.get(i, 0.0) ** 2)
         return total
-
-    def _coefficients(
-        self,
-        found: _Found,
-        one: Pass,
-        clip: float,
-        weights: Weights | None,
-        shares: Tensor | None,
-        gamma: float | None,
-    ) -> Array:
-        """Return c [P]; clear what is not finite, and give it 0."""
-        norms, w = from_numpy(found.norms), None
-        if weights is not None:
-            w = weights_of(weights, from_numpy(found.losses)).clamp_min(0)
-        share = None if shares is None else one.place(shares)
-        c = coefficients(clip, norms, w, share, gamma).numpy()
-        known = found.losses + found.norms if w is None else found.losses + found.norms + w.numpy()
-        # A sum is finite only if its terms are.
-        if not math.isfinite(known.sum()):
-            good = np.isfinite(known)
-            found.keep(good)
-            c = np.where(good, c, 0)
-        return c if one.occupied is None else c * one.occupied.numpy()
 
     def _weighted_sum(self, found: _Found, c: Array, exact: bool) -> Tensor:
         """Return Σ_j c_j g_j [d]."""

@@ -42,9 +42,17 @@ from fedpact.per_sample.clipping import (
 )
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.layers import by_pixel
-from fedpact.per_sample.layout import COMPACT, EXPECTED, Pass, Placement, collect, is_invariant
+from fedpact.per_sample.layout import (
+    COMPACT,
+    EXPECTED,
+    Placement,
+    align,
+    collect,
+    is_invariant,
+)
 from fedpact.per_sample.norms import slices, wide
-from fedpact.per_sample.passes import Captures, Measured, Passes, one_each, trainable
+from fedpact.per_sample.passes import Captures, Passes, one_each, trainable
+from fedpact.per_sample.share import Measured
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import (
     KeyedDraws,
@@ -52,9 +60,6 @@ from fedpact.per_sample.tracing.keyed_draws import (
     Seed,
     without_fused_draws,
 )
-
-# The weights of a pass's slots [P], from what was measured of them.
-_Weigh = Callable[[Measured, Pass], Tensor]
 
 
 class PerSampleKernel:
@@ -141,17 +146,8 @@ class PerSampleKernel:
             self._mixers.check()
             x, y = _for_autograd(x, y)
             layout = layout or self._choose_layout(x, y)
-            if (dense := self._passes.at_once(x, y)) is not None:
-                exact = most is not None
-                total = dense.sum(x, y, clip, weights, shares, layout, exact=exact, gamma=gamma)
-                return within(total, clip, most).to(self.model.vector.dtype)
             of = self._passes.gradients
-
-            def weigh(found: Measured, _: Pass) -> Tensor:
-                return weights_of(weights, found.losses)
-
-            each = None if weights is None else weigh
-            return self._sum(of, x, y, clip, each, most, shares, layout, gamma=gamma)
+            return self._sum(of, x, y, clip, weights, most, shares, layout, gamma=gamma)
 
     def clipped_difference(
         self,
@@ -201,18 +197,14 @@ class PerSampleKernel:
             return self._invariant(x, y, self._passes.length(x, y, expected))
 
     def _invariant(self, x: Tensor, y: Tensor, length: int, *, traced: bool = False) -> bool:
-        dense = None if traced else self._passes.at_once(x, y)
-        fixed = Placement(length=length)
         if length == 1:
             return True
-        if dense is None and length % self._passes.multiple(x, y):
+        dense = not traced and self._passes.at_once(x, y) is not None
+        if not dense and length % self._passes.multiple(x, y):
             return False
 
         def measure(x: Tensor, y: Tensor) -> list[Tensor]:
-            if dense is not None:
-                return dense.measured(x, y)
-            (one,) = self._passes.over(x, y, fixed)
-            found = self._passes.gradients(one.x, one.y)
+            found = self._passes.gradients(align(x), align(y), traced=traced)
             return [v.clone() for v in (found.losses, *found.factors())]
 
         with torch.no_grad():
@@ -241,13 +233,10 @@ class PerSampleKernel:
 
     def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
         """Σ_j min(w_j, C/‖g_j‖) g_j [d] over x, y [B, ...] for weights w [B], in one pass."""
-        dense = self._passes.at_once(x, y)
-        if dense is None:
-            return self._sum(self._passes.gradients, x, y, clip, lambda _, one: one.place(w))
         # Weights follow from losses, so they are those given where all records share a pass.
         layout = Placement(length=-(-len(y) // 8) * 8)
         padded = nn.functional.pad(w, (0, layout.length - len(w)))
-        return dense.sum(x, y, clip, lambda _: padded, None, layout)
+        return self._sum(self._passes.gradients, x, y, clip, lambda _: padded, layout=layout)
 
     def way(self, x: Tensor, y: Tensor) -> str:
         """Return the way of records of the form of x, y [B, ...]: "dense", "graph" or "records".
@@ -319,7 +308,7 @@ class PerSampleKernel:
         x: Tensor,
         y: Tensor,
         clip: float,
-        weigh: _Weigh | None,
+        weights: Weights | None,
         most: int | None = None,
         shares: Tensor | None = None,
         layout: Placement = COMPACT,
@@ -339,7 +328,7 @@ class PerSampleKernel:
         with torch.no_grad():
             for one in self._passes.over(x, y, layout, length):
                 found = measure(one.x, one.y, *points)
-                w = None if weigh is None else weigh(found, one).clamp_min(0)
+                w = None if weights is None else weights_of(weights, found.losses).clamp_min(0)
                 share = None if shares is None else one.place(copy_to_device(shares, x.device))
                 c = coefficients(clip, found.norms, w, share, gamma)
                 c, good = mask_slots(c, found.losses, found.norms, w, one.occupied)

@@ -17,7 +17,7 @@ says so once.
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ from fedpact.per_sample.layers import gains_by_pixel
 from fedpact.per_sample.layout import Pass, Placement, lay_out, length_for
 from fedpact.per_sample.norms import LONGEST
 from fedpact.per_sample.per_record import Alone
+from fedpact.per_sample.share import Measured
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing, without_fused_draws
@@ -50,20 +51,6 @@ WAYS: Final = {
 """How each way keeps the records of a batch apart, as a privacy statement says it."""
 
 _Way = Graph | Alone
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One pass: losses [P] and ‖g_j‖ [P] in float64; of empty slots they are anything.
-
-    add(c, good, total) adds Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part.
-    factors: whatever the sum is made of, each [P, ...].
-    """
-
-    losses: Tensor
-    norms: Tensor
-    add: Callable[[Tensor, Tensor | None, Tensor], None]
-    factors: Callable[[], list[Tensor]]
 
 
 class Passes:
@@ -185,12 +172,15 @@ class Passes:
 
     def norms(self, x: Tensor, y: Tensor) -> Tensor:
         """‖g_j‖ [P] of records x, y [P, ...], in float64; call it without gradient."""
-        if (dense := self.at_once(x, y)) is not None:
-            return dense.measured(x, y)[1]
         return self.gradients(x, y).norms
 
-    def gradients(self, x: Tensor, y: Tensor) -> Measured:
-        """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights."""
+    def gradients(self, x: Tensor, y: Tensor, *, traced: bool = False) -> Measured:
+        """Measure g_j = ∇ℓ_j of records x, y [P, ...] at the model's weights; traced: see length.
+
+        Call it without gradient.
+        """
+        if not traced and (dense := self.at_once(x, y)) is not None:
+            return dense.gradients(x, y)
         way, x = self._prepare(x, y)
         return self._measure(*self._pass(way, x, y))
 

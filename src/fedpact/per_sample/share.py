@@ -36,6 +36,20 @@ class Part:
     add: Callable[[Tensor, Tensor | None, Tensor], None]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One pass: losses [P] and ‖g_j‖ [P] in float64; of empty slots they are anything.
+
+    add(c, good, total) adds Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part.
+    factors: whatever the sum is made of, each [P, ...].
+    """
+
+    losses: Tensor
+    norms: Tensor
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
+    factors: Callable[[], list[Tensor]]
+
+
 class Share(ABC):
     """What one use of a parameter contributes to its per-sample gradients.
 
