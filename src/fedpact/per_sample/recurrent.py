@@ -49,16 +49,12 @@ _tanh_backward_to = cast(Callable[..., Tensor], _aten.tanh_backward.grad_input)
 
 @dataclass(frozen=True)
 class _Found:
-    """Gradients of W_ih x + b_ih (inner) and W_hh h + b_hh (outer) [T, B, O], of h_0 and c_0.
-
-    projected: g and u of the projection's weight.
-    """
+    """Gradients of W_ih x + b_ih (inner) and W_hh h + b_hh (outer) [T, B, O], of h_0 and c_0."""
 
     inner: Tensor
     outer: Tensor
     hidden: Tensor
     cell: Tensor | None = None
-    projected: tuple[Tensor, Tensor] | None = None
 
 
 _Step = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -75,19 +71,18 @@ def gru_step(of_x: Tensor, of_h: Tensor, state: Tensor) -> Tensor:
 class _Cell(ABC):
     """A layer in one direction, with its parameters and saved values of a forward pass.
 
-    params: W_ih [O, K], W_hh [O, P], then b_ih and b_hh [O] if any, then W_hr [P, H] if any.
-    place: the index of the first of them in the operation's list.
+    params: W_ih [O, K], W_hh [O, H], then b_ih and b_hh [O] if any. place: the index of the first
+    of them in the operation's list.
     """
 
     def __init__(self, params: list[Tensor], biased: bool, place: int, record: Record) -> None:
-        self.w_ih, self.w_hh, *others = params
-        self.w_hr = others[-1] if len(params) % 2 else None
-        self.b_ih, self.b_hh = others[:2] if biased else [params[0].new_zeros(len(params[0]))] * 2
+        self.w_ih, self.w_hh, *biases = params
+        self.b_ih, self.b_hh = biases or [params[0].new_zeros(len(params[0]))] * 2
         self._biased, self._place, self._record = biased, place, record
 
     @abstractmethod
     def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Compute h_0, ..., h_T [T+1, B, P] (and c) from x [T, B, K] and h_0 (and c_0).
+        """Compute h_0, ..., h_T [T+1, B, H] (and c) from x [T, B, K] and h_0 (and c_0).
 
         The other returned tensors are saved for `backward`.
         """
@@ -107,10 +102,6 @@ class _Cell(ABC):
         if self._biased:
             self._record(self._place + 2, inner, None)
             self._record(self._place + 3, outer, None)
-        if found.projected is not None:
-            g, u = found.projected
-            place = self._place + (4 if self._biased else 2)
-            self._record(place, g.transpose(0, 1), u.transpose(0, 1))
 
 
 class _Stepped(_Cell):
@@ -146,7 +137,7 @@ def _step_of(curve: Callable[[Tensor], Tensor]) -> _Step:
 
 
 class _Lstm(_Cell):
-    """c_t = f c_t-1 + i g and h_t = o tanh c_t, or W_hr times it; gates in the order i, f, g, o."""
+    """c_t = f c_t-1 + i g and h_t = o tanh c_t; gates in the order i, f, g, o."""
 
     def forward(self, x: Tensor, first: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hs, cs = (_history(state, len(x)) for state in first)
@@ -157,25 +148,20 @@ class _Lstm(_Cell):
         sigmoids = gates[:, :, : 3 * width].unbind(0)
         i, f, o, g = (part.unbind(0) for part in _by_gate(gates).unbind(2))
         h, c = hs.unbind(0), cs.unbind(0)
-        # Without a projection o tanh c is h itself.
-        inside = h[1:] if self.w_hr is None else [torch.empty_like(cs[0])] * len(x)
         for t, (z, tanh_c) in enumerate(zip(gates.unbind(0), tanh.unbind(0), strict=True)):
             z.addmm_(h[t], w_hh)
             sigmoids[t].sigmoid_()
             g[t].tanh_()
             torch.mul(f[t], c[t], out=c[t + 1]).addcmul_(i[t], g[t])
             torch.tanh(c[t + 1], out=tanh_c)
-            torch.mul(o[t], tanh_c, out=inside[t])
-            if self.w_hr is not None:
-                torch.mm(inside[t], self.w_hr.t(), out=h[t + 1])
+            torch.mul(o[t], tanh_c, out=h[t + 1])
         return hs, cs, gates, tanh
 
     def backward(self, kept: Sequence[Tensor], direct: Tensor, cells: Tensor | None) -> _Found:
         _, cs, gates, tanh = kept
         width = cs.shape[2]
-        inside = None if self.w_hr is None else gates[:, :, 2 * width : 3 * width] * tanh
         dc = torch.zeros_like(cs[0])
-        dh, scratch, each_gate = direct.unbind(0), torch.empty_like(dc), dc.unsqueeze(1)
+        dh, each_gate = direct.unbind(0), dc.unsqueeze(1)
         grads, do = gates.unbind(0), gates[:, :, 3 * width :].unbind(0)
         by_cell = _by_gate(gates)[:, :, :3].unbind(0)
         # Four gates' numbers lie together, which 4 divides; see products.FILLED.
@@ -184,8 +170,6 @@ class _Lstm(_Cell):
             f, slope = self._factors(gates[start:end], cs[start:end], tanh[start:end])
             for t in reversed(range(start, end)):
                 k, dm = t - start, dh[t + 1]
-                if self.w_hr is not None:
-                    dm = torch.mm(dm, self.w_hr, out=scratch)
                 if cells is not None:
                     dc.add_(cells[t + 1])
                 dc.addcmul_(dm, slope[k])
@@ -193,7 +177,7 @@ class _Lstm(_Cell):
                 by_cell[t].mul_(each_gate)
                 dc.mul_(f[k])
                 dh[t].addmm_(grads[t], w_hh)
-        return _Found(gates, gates, dh[0], dc, None if inside is None else (direct[1:], inside))
+        return _Found(gates, gates, dh[0], dc)
 
     @staticmethod
     def _factors(gates: Tensor, cs: Tensor, tanh: Tensor) -> tuple[_Rows, _Rows]:
@@ -222,7 +206,7 @@ RECURRENT = frozenset(_CELLS)
 
 
 class _Recurrence(torch.autograd.Function):
-    """A cell's outputs [T, B, P], last h and, for an LSTM, last c, differentiable in x, h0, c0.
+    """A cell's outputs [T, B, H], last h and, for an LSTM, last c, differentiable in x, h0, c0.
 
     With an end, outputs after it are 0, and the states at it are the last ones.
     """
@@ -330,7 +314,7 @@ def _history(first: Tensor, steps: int) -> Tensor:
 def _direct(
     states: Tensor, outputs: Tensor | None, last: Tensor | None, end: _End | None
 ) -> Tensor:
-    """The direct part of ∂ℓ/∂h_t, for h_0, ..., h_T [T+1, B, P], from outputs and h_T."""
+    """The direct part of ∂ℓ/∂h_t, for h_0, ..., h_T [T+1, B, H], from outputs and h_T."""
     found = torch.empty_like(states)
     found[0] = 0
     found[1:] = 0 if outputs is None else outputs

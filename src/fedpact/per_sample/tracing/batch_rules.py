@@ -416,4 +416,6 @@ def recurrent(node: Node, at: At) -> Where:
         raise Mixed(f"operation {node.target} has its batch elsewhere")
     if any(map(at, others)):
         raise Mixed(f"operation {node.target} has its batch elsewhere")
+    if len({shape_of(h)[-1] for h in hidden}) > 1:
+        raise Mixed(f"operation {node.target} projects its states")
     return where
