@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedpact.common.check import finite, non_negative, positive
 from fedpact.common.errors import InputError, ModelError
@@ -17,9 +17,11 @@ SHORTEST: Final = 2.0**-100
 """The smallest clip; 1 over it is the largest but for infinity, as sums have to be finite."""
 
 
-_COEFFICIENTS: Final = 2.0**-126, 2.0**60
-"""The least coefficient that has all digits in float32, and the most that makes no gradient of up
-to norms.LONGEST overflow."""
+_MOST: Final = 2.0**60
+"""A coefficient that makes no gradient of up to norms.LONGEST overflow."""
+
+_LEAST: Final = 2.0**-126
+"""A coefficient that has all digits in float32; of a small clip there are smaller ones."""
 
 
 def slack(records: int) -> float:
@@ -75,10 +77,10 @@ def coefficients(
     if gamma is not None:
         longer = clip / (norms.double() + gamma)
         w = longer if w is None else w * longer
-    least, most = _COEFFICIENTS
     c = clip / norms
-    c = c.clamp_max(1) if w is None else torch.minimum(w.double(), c).clamp_max(most)
-    return nn.functional.threshold(c if shares is None else c * shares, least, 0)
+    c = c.clamp_max(1) if w is None else torch.minimum(w.double(), c).clamp_max(_MOST)
+    c = c if shares is None else c * shares
+    return c if clip > 2.0**-40 else torch.where(c < _LEAST, 0, c)
 
 
 def mask_slots(

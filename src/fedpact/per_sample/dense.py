@@ -144,11 +144,10 @@ class Dense:
             found = self._measure(x.flatten(1), y)
 
         def add(c: Tensor, good: Tensor | None, total: Tensor) -> None:
-            with np.errstate(all="ignore"):
-                if good is not None:
-                    found.keep(good.numpy())
-                coefficients = c.numpy().astype(found.losses.dtype, copy=False)
-                total.add_(self._weighted_sum(found, coefficients, c.dtype == torch.float64))
+            if good is not None:
+                found.keep(good.numpy())
+            coefficients = c.numpy().astype(found.losses.dtype, copy=False)
+            total.add_(self._weighted_sum(found, coefficients, c.dtype == torch.float64))
 
         def factors() -> list[Tensor]:
             arrays = [*found.grads.values(), *(v for v in found.values if v is not None)]

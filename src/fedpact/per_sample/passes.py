@@ -139,7 +139,9 @@ class Passes:
     def over(self, x: Tensor, y: Tensor, layout: Placement, length: int = 0) -> Iterator[Pass]:
         """Return the passes over records x, y [B, ...]. length: P; 0: as the layout has it."""
         length = length or layout.length or self.length(x, y, layout.expected)
-        return lay_out(x, y, length, layout, self.blank(x, y))
+        # Dense layers take zeros, as whatever an empty slot holds.
+        blank = self.blank(x, y) if self.dense is None else None
+        return lay_out(x, y, length, layout, blank)
 
     def blank(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the contents [...] of empty slots for records of the form of x, y.
