@@ -151,7 +151,7 @@ def composed(m, x):
     h = m.first(x).clip(-1, 1)
     waves = torch.polar(h.arcsinh().multiply(2), torch.logaddexp(h, x))
     near = F.cosine_similarity(h[..., None, :], m.points, dim=-1)
-    return torch.tensordot(waves.conj().angle(), m.points, ([-1], [1])) + near
+    return torch.tensordot(waves.conj().angle(), m.points, ([-1], [1])) + near + h.diff()
 
 
 def fixed(m, x):

@@ -217,15 +217,6 @@ def join_batches(node: Node, at: At) -> Where:
     return where
 
 
-def subtract(node: Node, at: At) -> Where:
-    """Differences of neighbours in a record, also of tensors that are put before and behind."""
-    where, count = _records_in(node, at)
-    others = [is_size(other) or at(other) != where for other in node.all_input_nodes]
-    if any(others) or where.dim in _dims(argument(node, 2, "dim", -1), count):
-        raise Mixed(f"operation {node.target} runs along the batch, or joins others' records")
-    return where
-
-
 def interleave(node: Node, at: At) -> Where:
     """Each entry of a dimension repeated; along the batch's, a record's stay together."""
     where, count = _records_in(node, at)
