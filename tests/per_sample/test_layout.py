@@ -494,17 +494,6 @@ def test_a_product_that_is_filled_up_is_the_same(turned, inner):
         assert torch.allclose(found, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_rows_are_filled_up_where_that_costs_less():
-    """Copies of images cost more than a few slots that stay empty."""
-    layers = [nn.Conv2d(1, 13, 3), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(13, 21, 3), nn.SiLU()]
-    module = nn.Sequential(*layers, nn.Flatten(), nn.Linear(21 * 121, 3))
-    passes = PerSampleKernel(FlatModel(module), cross_entropy)._passes
-    form = torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64)
-    found = [passes.length(*form, expected) for expected in (16.0, 256.0)]
-    assert found[0] % 64
-    assert not found[1] % 64
-
-
 @pytest.mark.parametrize(
     ("op", "start", "shapes"),
     [

@@ -20,7 +20,7 @@ from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast
 from fedpact.per_sample import norms, recurrent
 from fedpact.per_sample.gradients import Made, Outer, sum_of
-from fedpact.per_sample.layout import filling_cost, overhead
+from fedpact.per_sample.layout import overhead
 from fedpact.per_sample.norms import wide
 from fedpact.per_sample.registers import LANES, fill_up, row_of, widths
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
@@ -103,9 +103,8 @@ class Graph:
     """A traced model whose operations are known to treat records independently.
 
     draws: whether passes draw random numbers. cost: bytes of a record's gradients and activations,
-    a pass's overhead in records, and what filling registers up costs, see layout.length_for.
-    multiple: P has to be one of it. whole: multiples of it leave nothing to fill up. Raises
-    Untraceable; Mixed for an unknown operation.
+    and a pass's overhead in records. multiple: P has to be one of it. Raises Untraceable; Mixed for
+    an unknown operation.
     """
 
     def __init__(self, model: FlatModel, loss: Loss, x: Tensor, y: Tensor) -> None:
@@ -120,10 +119,11 @@ class Graph:
         self._functions = self._function_nodes()
         self.draws = program.draws
         self.cost = self._cost(model)
-        self.multiple = self._multiple(s.node for s in self._steps if not self._fills(s))
-        self.whole = self._multiple(s.node for s in self._steps)
+        # The rows of the others are filled up.
+        rests = (s.node for s in self._steps if s.use or row_of(s.node, self._states) is None)
+        self.multiple = self._multiple(rests)
 
-    def _cost(self, model: FlatModel) -> tuple[int, int, float, tuple[float, float]]:
+    def _cost(self, model: FlatModel) -> tuple[int, int, float]:
         # A rough estimate, from which the length of passes is chosen.
         recurrent_steps = [s.node for s in self._steps if s.node.target in recurrent.RECURRENT]
         values = [s.node for s in self._steps if isinstance(self._states.get(s.node), Where)]
@@ -138,13 +138,7 @@ class Graph:
         # A recurrence frees its gradients step by step.
         held = 0 if recurrent_steps else element
         instance = held * sum(map(_instance, self._steps))
-        filled = [_numbers(s.node) for s in self._steps if self._fills(s)]
-        filling = filling_cost(len(filled), sum(filled), flops, numbers)
-        return instance, held * numbers, overhead(operations, flops, model.size, numbers), filling
-
-    def _fills(self, step: _Step) -> bool:
-        """Whether a step's rows are filled up."""
-        return step.use is None and row_of(step.node, self._states) is not None
+        return instance, held * numbers, overhead(operations, flops, model.size, numbers)
 
     def _multiple(self, nodes: Iterable[Node]) -> int:
         """Return a P of which multiples leave no rest, so that the same code computes all slots."""

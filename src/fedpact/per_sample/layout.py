@@ -154,22 +154,7 @@ def overhead(operations: float, flops: float, weights: int, numbers: float = 0.0
     weights: d, each of which is read a few times.
     """
     fixed = operations * 8e-5 + weights * 24 / 1e10
-    return 3 + fixed / _seconds(flops, numbers)
-
-
-def filling_cost(
-    operations: float, filled: float, flops: float, numbers: float
-) -> tuple[float, float]:
-    """Estimate what filling registers up costs for each slot and each pass, in the same time.
-
-    operations: their number. filled: a record's numbers in them, which are copied.
-    """
-    one = _seconds(flops, numbers)
-    return filled * 1.5e-9 / one, operations * 4e-5 / one
-
-
-def _seconds(flops: float, numbers: float) -> float:
-    return max(flops / 8e10 + numbers * 1e-9, 1e-8)
+    return 3 + fixed / max(flops / 8e10 + numbers * 1e-9, 1e-8)
 
 
 def scatter(positions: Tensor, length: int) -> Placement:
@@ -196,8 +181,6 @@ def length_for(
     most: int,
     overhead: float,
     multiple: int = 1,
-    whole: int = 1,
-    filling: tuple[float, float] = (0.0, 0.0),
     *,
     exact: bool = False,
     scattered: bool = False,
@@ -206,7 +189,6 @@ def length_for(
 
     A pass costs its slots and `overhead` more, in records' time, whatever it holds. most: the most
     that fit at a time. expected: of a Poisson batch, or with `exact` how many records there are.
-    filling: what a slot and a pass cost beside, where P is no multiple of `whole`.
     """
     multiple = 1 if scattered else multiple
     lengths = [p for p in _LENGTHS if p <= max(most, multiple, _LENGTHS[0]) and not p % multiple]
@@ -222,11 +204,7 @@ def length_for(
             return float(first[0] + (1 - each.cumsum().clip(max=1) ** length).sum())
         return float((chances * -(-numbers // length)).sum())
 
-    def cost(length: int) -> float:
-        slot, once = filling if length % whole else (0.0, 0.0)
-        return passes(length) * (length * (1 + slot) + overhead + once)
-
-    return min(lengths, key=cost)
+    return min(lengths, key=lambda length: passes(length) * (length + overhead))
 
 
 def _poisson(mean: float) -> tuple[np.ndarray, np.ndarray]:

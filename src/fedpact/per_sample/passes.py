@@ -109,13 +109,13 @@ class Passes:
             return way.length(expected, **how)
         if not on_cpu(x):
             return length_for(expected, self._fitting(x, y), _GPU_OVERHEAD, **how)
-        instance, activations, overhead, filling = way.cost
+        instance, activations, overhead = way.cost
         keep = norms.keep_bytes(self._model.vector)
         # P must follow from the model alone, never from the records.
         most = max(16, min(2 * keep // max(1, instance), 6 * keep // max(1, activations)))
         if overhead < _BUSY:
             most = min(most, _CACHED)
-        return length_for(expected, most, overhead, way.multiple, way.whole, filling, **how)
+        return length_for(expected, most, overhead, way.multiple, **how)
 
     def _fitting(self, x: Tensor, y: Tensor) -> int:
         """Return how many slots a pass on a GPU may have.
