@@ -249,11 +249,6 @@ def test_a_parameter_by_a_condition():
         both(aten.where.self, [condition, randn(B, 4, 5), randn(*shape)], [2], {0: 0, 1: 0})
 
 
-def test_slopes_of_a_rectifier():
-    for shape, slopes in (((B, 4, 5), 4), ((B, 4, 5), 1), ((B, 4), 4), ((B,), 1)):
-        both(aten.prelu.default, [randn(*shape), randn(slopes)], [1], {0: 0})
-
-
 def test_rows_of_a_table_by_index():
     index = torch.randint(-4, 4, (B, 3))
     both(aten.index.Tensor, [randn(4, 5), [index]], [0], {(1, 0): 0})

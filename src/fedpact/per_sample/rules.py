@@ -356,14 +356,6 @@ def _each_number(call: Call) -> Shares:
     return {i: _reduce(call, row, i) for i, row in zip(given, rows, strict=True)}
 
 
-def _prelu(call: Call) -> Shares:
-    """p x for x below 0, with one p, or one per channel (the second dimension)."""
-    g = torch.where(call.at(0) < 0, cast(Tensor, call.grads[0]) * call.at(0), 0)
-    g = call.alone(g)
-    kept = 2 if call.at(1).numel() > 1 else 0
-    return {1: Made(g.sum([d for d in range(1, g.dim()) if d != kept]).reshape(call.batch, -1))}
-
-
 def _index(call: Call) -> Shares:
     """Entries p[i] of a table by integers."""
     table, index = call.at(0), cast(list[Any], call.args[1])
@@ -457,6 +449,5 @@ _RULES: dict[str, Rule] = {
     "aten.batch_norm.default": _normalise(1, 2, dims=0),
     "aten.instance_norm.default": _normalise(1, 2, dims=0),
     **dict.fromkeys([f"aten.{one}" for one in _POINTWISE], _each_number),
-    "aten.prelu.default": _prelu,
     **dict.fromkeys([f"aten.{one}.default" for one in _REPEATING], _repeat),
 }

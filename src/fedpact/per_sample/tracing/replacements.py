@@ -247,8 +247,8 @@ def _cosine(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
 _COMPOSED: Final = names(
     "absolute arccos arcsin arcsinh arctan arctan2 arctanh clip diff divide fft_fftshift "
     "fft_ifftshift fix greater greater_equal hsplit less less_equal linalg_matrix_norm "
-    "linalg_vecdot multiply negative not_equal pairwise_distance subtract tensordot trapezoid trapz "
-    "true_divide vsplit"
+    "linalg_vecdot multiply negative not_equal pairwise_distance subtract tensordot trapezoid "
+    "trapz true_divide vsplit"
 )
 """Operations that torch makes of others, which the table knows."""
 
