@@ -111,3 +111,15 @@ def test_automatic_clipping_is_the_papers(way):
         torch.testing.assert_close(found, (c[:, None] * rows).sum(0), rtol=1e-9, atol=1e-12)
     for r in (x[:1] * 0, x[:1] * 1e30, x[:1] * torch.inf, x[:1] * torch.nan):
         assert moved(kernel, x, y, r, y[:1], 0.3, UNIFORM, gamma=0.01) <= 1
+
+
+@pytest.mark.parametrize(
+    ("clip", "size", "weight", "slope"), [(2.0**100, 1e-15, 1e30, 1e15), (2.0**-100, 2**48.5, 0, 1)]
+)
+def test_coefficients_that_float32_does_not_hold(clip, size, weight, slope):
+    """c ‖g‖ was infinite; and c was rounded to the least number there is, from below it."""
+    kernel = PerSampleKernel(FlatModel(nn.Linear(4, 1, bias=False)), of_parts)
+    x, y = torch.randn(20, 4), torch.ones(20, 2)
+    r, of_r = torch.full((1, 4), size), torch.tensor([[weight, slope]])
+    weights = Fair(1.0, 1.0) if weight else None
+    assert moved(kernel, x, y, r, of_r, clip, weights) <= 1
