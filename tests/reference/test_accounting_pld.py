@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 from tests.recounted import gaussian_delta
 
-from fedpact.privacy.accounting import calibration, gaussian, group_privacy, pld
+from fedpact.privacy.accounting import calibration, group_privacy, pld
 from fedpact.privacy.accounting.accountant import Budget
 
 
@@ -186,25 +186,3 @@ print(*sorted({"dp_accounting", "scipy.stats", "scipy.optimize", "torch"} & set(
     assert "ε = 2, δ = 1e-05" in error
     assert sigma == calibration.smallest_sigma(Budget(2.0, 1e-5), 0.5, 60)
     assert epsilon == pld.pld_epsilon([(0.5, sigma, 60)], 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("f", "low", "high"),
-    [
-        (lambda x: x**3 - 2 * x - 5, 0.0, 10.0),
-        (lambda x: math.exp(x) - 1e-6, -40.0, 3.0),
-        (lambda x: math.atan(1e4 * (x - 0.3)), -1.0, 7.0),
-        (lambda x: -1e6 if x < 1 / 3 else 1e-6, -1.0, 1.0),
-        (lambda x: x, 0.0, 1.0),
-        (lambda x: math.tanh(x) - x / 2, 0.5, 7.0),
-    ],
-)
-@pytest.mark.parametrize("tolerance", [1e-14, 1e-3])
-def test_a_root_is_the_one_that_brentq_finds(f, low, high, tolerance):
-    assert gaussian.root(f, low, high, tolerance) == brentq(f, low, high, xtol=tolerance)
-
-
-def test_a_missing_root_is_reported():
-    for f in (lambda _: math.nan, lambda x: x * x + 1, lambda x: math.nan if -0.5 < x < 1 else x):
-        with pytest.raises(ValueError, match=r"f has the same sign|f is NaN"):
-            gaussian.root(f, -1.0, 1.5, 1e-9)

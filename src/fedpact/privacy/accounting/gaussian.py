@@ -19,8 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
-_EPSILON: Final = 2.0**-52
-_MOST_STEPS: Final = 100
 
 
 @cache
@@ -63,47 +61,11 @@ def fast_length(least: int) -> int:
 def root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
     """Return a root of f between low and high, where f changes its sign, by Brent's method.
 
-    The same steps as scipy.optimize.brentq's, whose package takes 22 MB of every process.
     Raises ValueError: f has one sign at both ends, or is NaN somewhere.
     """
-    before, x, other = low, high, 0.0
-    f_before, f_x, f_other = f(before), f(x), 0.0
-    step_before = step = 0.0
-    if f_before == 0:
-        return before
-    if f_x != 0 and (f_before < 0) == (f_x < 0):
-        raise ValueError("f has the same sign at both ends: expected a change of sign")
-    for _ in range(_MOST_STEPS):
-        if math.isnan(f_x):
-            break
-        if f_before != 0 and f_x != 0 and (f_before < 0) != (f_x < 0):
-            other, f_other = before, f_before
-            step_before = step = x - before
-        if abs(f_other) < abs(f_x):
-            before, x, other = x, other, x
-            f_before, f_x, f_other = f_x, f_other, f_x
-        least = (tolerance + 4 * _EPSILON * abs(x)) / 2
-        half = (other - x) / 2
-        if f_x == 0 or abs(half) < least:
-            return x
-        tried = math.inf
-        if abs(step_before) > least and abs(f_x) < abs(f_before):
-            if before == other:  # a secant
-                tried = -f_x * (x - before) / (f_x - f_before)
-            else:  # an inverse parabola
-                slope = (f_before - f_x) / (before - x)
-                other_slope = (f_other - f_x) / (other - x)
-                change = f_other * other_slope - f_before * slope
-                below = other_slope * slope * (f_other - f_before)
-                tried = -f_x * change / below if below else math.inf
-        if 2 * abs(tried) < min(abs(step_before), 3 * abs(half) - least):
-            step_before, step = step, tried
-        else:
-            step_before = step = half
-        before, f_before = x, f_x
-        x += step if abs(step) > least else math.copysign(least, half)
-        f_x = f(x)
-    raise ValueError(f"f is NaN, or has no root that is found, between {low} and {high}")
+    import scipy.optimize as loaded  # pyright: ignore[reportMissingTypeStubs]
+
+    return float(cast(Any, loaded).brentq(f, low, high, xtol=tolerance))
 
 
 _UNIT: Final = 2.0**-48  # above the rounding of the few operations below, relative
