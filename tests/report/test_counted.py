@@ -8,7 +8,7 @@ import pytest
 from fedpact.common.errors import DataError
 from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import Budget, SampledGaussian, epsilon
-from fedpact.privacy.accounting.tuning_cost import LAWS, winner_epsilon
+from fedpact.privacy.accounting.tuning_cost import winner_epsilon
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.reservations import CompanionReservation
@@ -48,8 +48,7 @@ def test_settings_add_up_by_site_and_the_largest_is_shown(tmp_path):
     both = epsilon(at_a, DELTA), epsilon(at_b, DELTA)
     assert found.found.every == max(both) > found.found.one == epsilon(DEAR, DELTA)
     assert found.found.runs == 2
-    for law in LAWS:
-        assert found.found.winner[law] == winner_epsilon([CHEAP, DEAR], DELTA, 2, law)
+    assert found.found.winner == winner_epsilon([CHEAP, DEAR], DELTA, 2)
     assert found.alone is None
     assert "2 settings, each once: one, two" in found.told
     assert found.document["epsilon_of_every"] == max(both)
@@ -123,7 +122,7 @@ def test_exact_and_unknown_numbers_have_no_epsilon(tmp_path):
     exact = run(tmp_path / "exact", expose=True, a=CHEAP)
     (found,) = count_tuning_cost({"one": {0: one}, "exact": {0: exact}})
     assert math.isinf(found.found.every)
-    assert all(map(math.isinf, found.found.winner.values()))
+    assert found.found.winner == math.inf
     assert found.document["epsilon_of_every"] is None
     (tmp_path / "one" / "sites" / "a" / "ledger.jsonl").unlink()
     with pytest.raises(DataError, match=r"ledger\.jsonl is missing"):

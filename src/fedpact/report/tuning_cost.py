@@ -21,7 +21,6 @@ from fedpact.common.run_folder import Folder
 from fedpact.privacy.accounting import shared_noise
 from fedpact.privacy.accounting.accountant import SampledGaussian
 from fedpact.privacy.accounting.tuning_cost import (
-    LAWS,
     Trials,
     as_document,
     count_trials,
@@ -163,7 +162,7 @@ def _largest(found: Sequence[Trials]) -> Trials:
         delta=max(one.delta for one in found),
         one=max(one.one for one in found),
         every=max(one.every for one in found),
-        winner={law: max(one.winner[law] for one in found) for law in LAWS},
+        winner=max(one.winner or 0.0 for one in found),
     )
 
 
@@ -171,7 +170,7 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
     """Return the cost at one site, with and without other sites' noise."""
     delta, count = max(one.delta for one in runs), len(runs)
     if any(one.exact for one in runs):
-        nothing = Trials(count, delta, math.inf, math.inf, dict.fromkeys(LAWS, math.inf))
+        nothing = Trials(count, delta, math.inf, math.inf, math.inf)
         return nothing, nothing
     own = [
         shared_noise.all_alone(one.events, one.honest) if one.honest else one.events for one in runs
@@ -190,7 +189,7 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
         # larger ε needs for all of them has not been proven.
         return cost if cost <= max(min(shared), shared_noise.COVERED) else without
 
-    winner = {law: covered(cost, alone.winner[law]) for law, cost in sums.winner.items()}
+    winner = covered(sums.winner or 0.0, alone.winner or 0.0)
     every = covered(sums.every, alone.every)
     return Trials(count, delta, covered(sums.one, alone.one), every, winner), alone
 

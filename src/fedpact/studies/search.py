@@ -199,8 +199,8 @@ def _keep_known(plan: Plan, points: Sequence[Mapping[str, Any]]) -> list[Mapping
 
 def _of_all(cost: TuningCost) -> TuningCost:
     """Return the cost of a search, without a claim about the winner alone: none is proven."""
-    alone = cost.alone and replace(cost.alone, winner={})
-    return replace(cost, found=replace(cost.found, winner={}), alone=alone)
+    alone = cost.alone and replace(cost.alone, winner=None)
+    return replace(cost, found=replace(cost.found, winner=None), alone=alone)
 
 
 def _check_alike(runs: Iterable[Mapping[int, RunSummary]]) -> None:

@@ -5,11 +5,8 @@ each with fresh randomness and a setting drawn, with replacement, from a list fi
 one with the best score is shown. One run is (α, ε(α))-RDP for all orders α. Then the winner is
 (λ, ε')-RDP:
 
-    K truncated negative binomial with η, γ (their Theorem 2), for any order α
-        ε' = ε(λ) + (1+η) (1 - 1/α) ε(α) + (1+η) log(1/γ)/α + log E[K] / (λ - 1)
-        η = 0, logarithmic: P(K = k) ∝ (1-γ)^k / k;  η = 1, geometric: P(K = k) = γ (1-γ)^(k-1)
-    K Poisson with mean μ (Theorem 6), δ^ that of a run at ε^ = log(1 + 1/(λ-1))
-        ε' = ε(λ) + μ δ^ + log μ / (λ - 1);  K may be 0, and then nothing is shown
+    K logarithmic, P(K = k) = (1-γ)^k / (k log(1/γ)), k >= 1 (their Theorem 2 with η = 0), any α
+        ε' = ε(λ) + (1 - 1/α) ε(α) + log(1/γ)/α + log E[K] / (λ - 1)
 
 A setting that is drawn, and shown with the run, costs at each order at most as much as the most
 expensive one.
@@ -22,7 +19,7 @@ than all of them together, which is the bound against an observer of every run.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_FLOOR, Context
 from typing import Any, Final
@@ -48,16 +45,15 @@ class Trials:
     """The cost of trying settings at one δ: upper bounds on ε, inf if none is found.
 
     runs: m, each once. one: of the most expensive run alone. every: of all m together, for an
-    observer of all, and of the best of a fixed number m. winner: a name of LAWS -> of the best
-    alone, if the number of runs was drawn from that distribution with mean m; empty for successive
-    halving, for which no such bound is proven.
+    observer of all, and of the best of a fixed number m. winner: of the best alone, if the number
+    of runs was drawn with mean m; None for successive halving, for which no such bound is proven.
     """
 
     runs: int
     delta: float
     one: float
     every: float
-    winner: Mapping[str, float]
+    winner: float | None
 
 
 def count_trials(histories: Sequence[History], delta: float, times: int = 1) -> Trials:
@@ -71,7 +67,7 @@ def count_trials(histories: Sequence[History], delta: float, times: int = 1) -> 
     for history in histories:
         for event, count in history.items():
             together[event] += check.natural(count=count) * times
-    winner = {law: winner_epsilon(histories, delta, runs, law) for law in LAWS}
+    winner = winner_epsilon(histories, delta, runs)
     one = max(epsilon(history, delta) for history in histories)
     return Trials(runs, delta, one, epsilon(together, delta), winner)
 
@@ -80,16 +76,16 @@ def as_document(found: Trials) -> dict[str, Any]:
     """Return it as plain data, with `describe_trials`; None stands for an ε of which no bound was
     found."""
 
-    def known(cost: float) -> float | None:
-        return cost if math.isfinite(cost) else None
+    def known(cost: float | None) -> float | None:
+        return cost if cost is not None and math.isfinite(cost) else None
 
     return {
         "runs": found.runs,
         "delta": found.delta,
         "epsilon_of_one": known(found.one),
         "epsilon_of_every": known(found.every),
-        "epsilon_of_winner": {law: known(cost) for law, cost in found.winner.items()},
-        "laws": {law: about.told(found.runs) for law, about in LAWS.items()},
+        "epsilon_of_winner": known(found.winner),
+        "law": describe_law(found.runs),
         "holds_for": describe_trials(found),
     }
 
@@ -97,7 +93,7 @@ def as_document(found: Trials) -> dict[str, Any]:
 def describe_trials(found: Trials) -> list[str]:
     """Describe the cost of trying settings, and against whom each ε holds."""
     runs, delta = found.runs, f"at δ = {upper(found.delta)}"
-    if not found.winner:
+    if found.winner is None:
         return [
             "Against anyone who sees any of the runs, as the server and the other sites do: ε = "
             f"{upper(found.every)} {delta} for {runs} runs together, composed. Which settings went "
@@ -105,55 +101,51 @@ def describe_trials(found: Trials) -> list[str]:
             "sum is the same whatever was chosen. Against someone who sees the winner alone "
             "nothing less is proven."
         ]
-    drawn = "; ".join(
-        f"{upper(cost)} with {LAWS[law].told(runs)} ({law})" for law, cost in found.winner.items()
-    )
     return [
         f"Whoever sees every run, as the server and the other sites do: ε = {upper(found.every)} "
         f"{delta} for {runs} runs together, composed, if their settings were fixed before the "
         f"first. The same holds for whoever sees only the best of exactly {runs}: for a number of "
         "runs that was fixed, or that is known, nothing less is proven.",
         f"Whoever sees the winner alone, where the number of runs K was drawn, with mean {runs}: "
-        f"ε = {drawn}; {delta}. It holds if K was drawn from that very law by somebody who keeps "
-        "it secret, as the ledgers and receipts that tell it are kept; if each run had a setting "
-        "drawn anew from a list fixed beforehand, and fresh randomness; if the winner was chosen "
-        "by what runs released or by public records; and not against the server or another site.",
+        f"ε = {upper(found.winner)} {delta} with {describe_law(runs)}. It holds if K was drawn "
+        "from that very law by somebody who keeps it secret, as the ledgers and receipts that tell "
+        "it are kept; if each run had a setting drawn anew from a list fixed beforehand, and fresh "
+        "randomness; if the winner was chosen by what runs released or by public records; and not "
+        "against the server or another site.",
     ]
 
 
-def winner_epsilon(
-    histories: Iterable[History], delta: float, mean: float, law: str = "logarithmic"
-) -> float:
+def winner_epsilon(histories: Iterable[History], delta: float, mean: float) -> float:
     """Return an upper bound on ε at δ of the best of about `mean` runs; inf if none is found.
 
     histories: event -> count, for each run that may be drawn; the most expensive counts at each
-    order. delta: in (0, 1). mean: E[K], from 2 to 1e9; with "poisson" K may be 0. law: a name of
-    LAWS. Raises InputError.
+    order. delta: in (0, 1). mean: E[K], from 2 to 1e9. Raises InputError.
 
     >>> run = {SampledGaussian(0.05, 2.8391): 200}
     >>> [round(winner_epsilon([run], 1e-5, mean), 2) for mean in (3, 10, 30)]
     [1.65, 1.93, 2.12]
     """
     check.fraction(delta=delta)
-    if law not in LAWS:
-        raise InputError(f"law is {law!r}: expected one of {', '.join(LAWS)}")
     each = [_of_run(history) for history in histories]
     if not each:
         raise InputError("histories is empty: expected the releases of at least one run")
-    return rdp.to_epsilon(best_of(np.maximum.reduce(each), mean, law), delta)
+    return rdp.to_epsilon(best_of(np.maximum.reduce(each), mean), delta)
 
 
-def best_of(one: FloatArray, mean: float, law: str) -> FloatArray:
+def best_of(one: FloatArray, mean: float) -> FloatArray:
     """Return RDP of the best of K runs at each of rdp.ORDERS, from that of one run, `one`.
 
-    mean: E[K], from 2 to 1e9. law: a name of LAWS. Raises InputError.
+    mean: E[K], from 2 to 1e9. Raises InputError.
     """
     if not 2 <= check.finite(runs=mean) <= _MOST:
         raise InputError(
             f"runs is {mean!r}: expected from 2 to {_MOST:g} of them; one run is not tuned"
         )
     with np.errstate(all="ignore"):
-        found = LAWS[law].rdp(one, mean) * _ROUNDED
+        gamma = success(mean)
+        # Theorem 2 holds for every order α as well as λ, so the minimum over α is taken for all λ.
+        others = float(np.nanmin((1 - 1 / _ORDERS) * one - math.log(gamma) / _ORDERS))
+        found = (one + others + math.log(_mean(gamma)) / (_ORDERS - 1)) * _ROUNDED
     found[~(found >= 0)] = np.inf
     return found
 
@@ -167,73 +159,27 @@ def _of_run(history: History) -> FloatArray:
     return total
 
 
-def _negative_binomial(shape: int) -> Callable[[FloatArray, float], FloatArray]:
-    def bound(one: FloatArray, mean: float) -> FloatArray:
-        gamma = success(mean, shape)
-        # Theorem 2 holds for every order α as well as λ, so the minimum over α is taken for all λ.
-        others = (1 + shape) * ((1 - 1 / _ORDERS) * one - math.log(gamma) / _ORDERS)
-        return one + float(np.nanmin(others)) + math.log(_mean(gamma, shape)) / (_ORDERS - 1)
-
-    return bound
-
-
-def _poisson(one: FloatArray, mean: float) -> FloatArray:
-    # ε^ of Theorem 6, for every λ; δ^ there is the minimum over the orders α of one run's RDP.
-    near = np.log1p(1 / (_ORDERS - 1))
-    # Canonne, Kamath, Steinke 2020, Proposition 12, for every order at every ε^.
-    a = _ORDERS[:, None]
-    each = (a - 1) * (one[:, None] - near) + a * np.log1p(-1 / a) - np.log(a - 1)
-    # A probability is at most 1, even if no order gives less.
-    missed = np.minimum(1.0, np.exp(np.nanmin(each, axis=0)))
-    return one + mean * missed + math.log(mean) / (_ORDERS - 1)
-
-
-def success(mean: float, shape: int) -> float:
-    """Return γ of the distribution with η = `shape` (0 or 1) and about this mean, from 2 to 1e9.
+def success(mean: float) -> float:
+    """Return γ of the distribution with about this mean, from 2 to 1e9.
 
     It is rounded down to six digits, so that K can be drawn from exactly this distribution.
     """
 
     def excess(log_gamma: float) -> float:
-        return math.log(_mean(math.exp(log_gamma), shape)) - math.log(mean)
+        return math.log(_mean(math.exp(log_gamma))) - math.log(mean)
 
     # log γ is between this and 0: E[K] decreases in γ and exceeds the mean there.
     low = -2.0 * (1 + math.log(mean) + math.log1p(math.log(mean)))
-    exact = 1 / mean if shape == 1 else math.exp(gaussian.root(excess, low, -1e-9, 1e-14))
+    exact = math.exp(gaussian.root(excess, low, -1e-9, 1e-14))
     # Round down: a smaller γ makes K larger, and the bound too.
     return float(Context(prec=6, rounding=ROUND_FLOOR).create_decimal(exact))
 
 
-def _mean(gamma: float, shape: int) -> float:
+def _mean(gamma: float) -> float:
     """Return E[K], which decreases in γ."""
-    return 1 / gamma if shape == 1 else (1 / gamma - 1) / -math.log(gamma)
+    return (1 / gamma - 1) / -math.log(gamma)
 
 
-@dataclass(frozen=True)
-class Law:
-    """A distribution of the number of runs K. rdp: of the winner, from that of one run and E[K].
-
-    told: describes P(K = k) with about this E[K], for the person who draws K.
-    """
-
-    rdp: Callable[[FloatArray, float], FloatArray]
-    told: Callable[[float], str]
-
-
-LAWS: Final[dict[str, Law]] = {
-    "logarithmic": Law(
-        _negative_binomial(0),
-        lambda mean: f"P(K = k) = (1-γ)^k / (k log(1/γ)), k >= 1, γ = {success(mean, 0):.6g}",
-    ),
-    "geometric": Law(
-        _negative_binomial(1),
-        lambda mean: f"P(K = k) = γ (1-γ)^(k-1), k >= 1, γ = {success(mean, 1):.6g}",
-    ),
-    "poisson": Law(
-        _poisson,
-        lambda mean: (
-            f"P(K = k) = e^-μ μ^k / k!, k >= 0, μ = {mean:.15g}; with K = 0 nothing is shown"
-        ),
-    ),
-}
-"""The laws of K that a bound is known for."""
+def describe_law(mean: float) -> str:
+    """Describe P(K = k) with about this E[K], for the person who draws K."""
+    return f"P(K = k) = (1-γ)^k / (k log(1/γ)), k >= 1, γ = {success(mean):.6g}"
