@@ -55,7 +55,6 @@ from torch import Tensor
 
 from fedpact.algorithms.common import tau_site
 from fedpact.algorithms.common.tau_site import UNLIMITED, dot
-from fedpact.common import check
 from fedpact.common.check import positive
 from fedpact.common.configuration import FROZEN
 from fedpact.common.messages import Local, Numbers, Reply, State, Task, join, split_state
@@ -71,7 +70,7 @@ MAX_LOCAL_STEPS: Final = 100
 
 @dataclass(frozen=True)
 class Drift:
-    """The quantities that determine client drift: η > 0, ρ >= 0, β >= 0, s >= 0. Raises InputError.
+    """The quantities that determine client drift: η > 0, ρ >= 0, β >= 0, s >= 0.
 
     >>> Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0).h(3).round(5).tolist()
     [0.0, 0.025, 0.07625]
@@ -82,15 +81,8 @@ class Drift:
     smoothness: float
     spread: float
 
-    def __post_init__(self) -> None:
-        check.positive(learning_rate=self.learning_rate)
-        check.non_negative(lipschitz=self.lipschitz)
-        check.non_negative(smoothness=self.smoothness)
-        check.non_negative(spread=self.spread)
-
     def h(self, most: int) -> Vector:
         """Return h(1), ..., h(most), each >= 0 and h(1) = 0; inf where it exceeds float64."""
-        check.count(most=most)
         if self.spread == 0:
             return np.zeros(most)
         growth = math.log1p(self.learning_rate * self.smoothness)
@@ -107,29 +99,23 @@ class Drift:
 
 
 def gradient_spread(divergence: float, dimension: int, noise: float) -> float:
-    """Return s = ξ + 2 sqrt(d) σC/B. Raises InputError.
+    """Return s = ξ + 2 sqrt(d) σC/B.
 
     divergence: ξ >= 0. noise: σC/B >= 0, that of one local gradient in each of d coordinates.
     """
-    check.count(dimension=dimension)
-    return check.non_negative(divergence=divergence) + (
-        2 * math.sqrt(dimension) * check.non_negative(noise=noise)
-    )
+    return divergence + 2 * math.sqrt(dimension) * noise
 
 
 def allowed_iterations(iterations_left: float, rounds_left: float | Allowed) -> Allowed:
     """Return T(τ) = min(iterations_left, τ · rounds_left).
 
     iterations_left: R_c >= 0, by the privacy budgets. rounds_left: R_s >= 0, by the communication
-    budget; a function of τ if a round's cost depends on it, as with seconds. Raises InputError.
+    budget; a function of τ if a round's cost depends on it, as with seconds.
     """
-    check.non_negative(iterations_left=iterations_left)
-    if not callable(rounds_left):
-        check.non_negative(rounds_left=rounds_left)
 
     def iterations(tau: int) -> float:
         rounds = rounds_left(tau) if callable(rounds_left) else rounds_left
-        return min(iterations_left, tau * check.non_negative(rounds_left=rounds))
+        return min(iterations_left, tau * rounds)
 
     return iterations
 
@@ -151,14 +137,13 @@ def best_tau(drift: Drift, kappa: float, iterations: Allowed, most: int) -> int:
     """Return τ*, the argmax of T(τ)(η - ρ h(τ)/(τκ)) over 1..most with a positive bracket.
 
     kappa: κ > 0. iterations: T(τ) >= 0, see `allowed_iterations`. Of equal values the least τ; 1 if
-    nothing is left. Raises InputError.
+    nothing is left.
 
     >>> drift = Drift(learning_rate=0.5, lipschitz=1.0, smoothness=0.1, spread=1.0)
     >>> [best_tau(drift, kappa, allowed_iterations(1585, 317), 100) for kappa in (0.03, 0.12,
     ... 100.0)]
     [1, 3, 5]
     """
-    check.positive(kappa=kappa)
     totals = _totals(iterations, most)
     with np.errstate(over="ignore"):
         brackets = drift.learning_rate - drift.cost(most) / kappa
@@ -196,8 +181,7 @@ def tau_by_kappa(drift: Drift, iterations: Allowed, most: int) -> list[tuple[int
 
 
 def _totals(iterations: Allowed, most: int) -> Vector:
-    check.count(most=most)
-    return np.array([check.non_negative(iterations=iterations(t)) for t in range(1, most + 1)])
+    return np.array([iterations(t) for t in range(1, most + 1)], dtype=np.float64)
 
 
 CONTROL_PREFIX: Final = "control/"
