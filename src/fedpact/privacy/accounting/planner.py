@@ -41,21 +41,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fedpact.common import check
-from fedpact.common.errors import InputError
 from fedpact.privacy.accounting.accountant import Accountant, Budget, History
 from fedpact.privacy.accounting.calibration import smallest_sigma
 
 
 def multiplier(batch_sizes: Sequence[float], variances: Sequence[float], penalty: float) -> float:
-    """Return ν. batch_sizes: J_k > 0. variances: v_k >= 0. penalty: κ > 0. Raises InputError."""
-    check.positive(penalty=penalty)
-    sizes = [check.positive(batch_size=size) for size in batch_sizes]
-    if not sizes:
-        raise InputError("batch_sizes is empty: expected at least one site")
-    shares = [1 / (check.non_negative(variance=v) + penalty) for v in variances]
-    noises = (n * v * a for n, v, a in zip(sizes, variances, shares, strict=True))
-    return math.fsum(noises) / (math.fsum(sizes) * math.fsum(shares))
+    """Return ν. batch_sizes: J_k > 0. variances: v_k >= 0. penalty: κ > 0."""
+    shares = [1 / (v + penalty) for v in variances]
+    noises = (n * v * a for n, v, a in zip(batch_sizes, variances, shares, strict=True))
+    return math.fsum(noises) / (math.fsum(batch_sizes) * math.fsum(shares))
 
 
 def least_noise(
@@ -113,8 +107,7 @@ def useful_rounds(snr: float) -> int:
     It is four times the ratio, from 3 to 100; see the module and `signal_to_noise`.
     """
     # Fitted to experiments (see the module); irrelevant for privacy.
-    wanted = _ROUNDS_OF_SIGNAL * check.positive(snr=snr)
-    return round(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
+    return round(min(max(_ROUNDS_OF_SIGNAL * snr, LEAST_ROUNDS), MOST_ROUNDS))
 
 
 def full_batch(
@@ -134,15 +127,8 @@ def full_batch(
     with different budgets the root mean square. records: N > 0, of all sites together. shares:
     K / h >= 1, of K sites, h of which protect a sum by their noise; K if each site's own does.
     weights: d >= 1, of the model. clip: C > 0. length: the norm of a record's row, > 0; the noise
-    of an output is the same for any norm. noise: a > 0. Raises InputError for values out of range,
-    and the errors of `sigma`.
+    of an output is the same for any norm. noise: a > 0. Raises the errors of `sigma`.
     """
-    check.positive(clip=clip)
-    check.positive(length=length)
-    check.positive(noise=noise)
-    check.count(rounds=rounds)
-    if not shares >= 1:
-        raise InputError(f"shares is {shares}: expected a number >= 1")
     snr = signal_to_noise(1.0, sigma(1), 1, records, shares, weights)
     useful = useful_rounds(snr)
     chosen = min(rounds, useful)
@@ -175,11 +161,6 @@ def signal_to_noise(
     is the ratio of the norms of two vectors [d]; below 1 the noise is longer even if all records
     point in one direction.
     """
-    check.rate(rate=rate)
-    for name, value in (("sigma", sigma), ("records", records), ("shares", shares)):
-        check.positive(**{name: value})
-    for name, value in (("steps", steps), ("weights", weights)):
-        check.count(**{name: value})
     return math.sqrt(steps / (shares * weights)) * rate * records / sigma
 
 
@@ -239,8 +220,6 @@ def choice(
 
     spent: other events within the budget.
     """
-    check.count(rounds=rounds)
-    check.count(local_steps=local_steps)
     sigma = smallest_sigma(budget, rate, rounds * local_steps, accountant, spent=spent)
     return Choice(rate, sigma, rounds, local_steps)
 
@@ -258,8 +237,6 @@ def candidates(
     record per round exceeds that, rates go down to passes / rounds. spent: see `choice`.
     most_steps: the largest τ, >= 1.
     """
-    check.count(rounds=rounds)
-    check.positive(passes=passes)
     found: list[Choice] = []
     for local_steps in (each for each in _LOCAL_STEPS if each <= most_steps):
         most = min(1.0, passes / (rounds * local_steps))
