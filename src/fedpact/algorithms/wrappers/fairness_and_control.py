@@ -14,6 +14,7 @@ SGD, so that w - w_i is not η Σ g, its site notices and sends a bound on its d
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fedpact.algorithms import BaseSettings
 from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
+from fedpact.algorithms.common.steps import weighted_mean
 from fedpact.algorithms.common.tau_control import Ali, Controller
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.common.configuration import FROZEN
@@ -82,29 +84,23 @@ class FairMethod(MethodWrapper):
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
         own, rest = split_state(state, _PREFIX)
-        means = _Means(self._fairness.sent)
-        after = self.inner.update(rest, means.through(replies))
-        numbers = self._fairness.update(own.numbers, means.values)
+        sent = list[Reply]()
+
+        def seen() -> Iterator[Reply]:
+            for reply in replies:
+                # Without its vectors, so that one of these is held at a time.
+                sent.append(replace(reply, vectors={}))
+                yield reply
+
+        after = self.inner.update(rest, seen())
+        names = [_PREFIX + name for name in self._fairness.sent]
+        means, _ = split_state(weighted_mean(sent, vectors=(), numbers=names), _PREFIX)
+        numbers = self._fairness.update(own.numbers, means.numbers)
         return join(State(numbers=numbers), _PREFIX, after)
 
 
 def _add_prefix(values: Mapping[str, V]) -> dict[str, V]:
     return {_PREFIX + name: value for name, value in values.items()}
-
-
-class _Means:
-    """Computes Σ p_i x_i of numbers of the replies while they pass through."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._total, self.values = 0.0, dict.fromkeys(names, 0.0)
-
-    def through(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        for reply in replies:
-            self._total += reply.weight
-            share = reply.weight / self._total
-            for name, value in self.values.items():
-                self.values[name] += share * (reply.numbers[_PREFIX + name] - value)
-            yield reply
 
 
 class ControlSettings(Ali):
