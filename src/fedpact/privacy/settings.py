@@ -1,11 +1,9 @@
 """The [privacy] table of a plan: each site's budget, clip and noise."""
 
-import tomllib
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from fedpact.common import check
 from fedpact.common.configuration import FROZEN
@@ -42,19 +40,6 @@ class SiteGrant(BaseModel):
     """The site's noise over C."""
     sampling_rate: _Rate | None = None
     """The site's q."""
-
-
-def _read_grants(value: Any) -> Any:
-    """Replace a path by the tables of that file, so that the plan is self-contained."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return tomllib.loads(Path(value).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(
-            f"{value} cannot be read as TOML ({error}): expected a table for each site that "
-            "differs, as in [site-00] with epsilon, delta, sigma or sampling_rate"
-        ) from None
 
 
 def _accountant(name: str) -> str:
@@ -120,10 +105,8 @@ class Privacy(BaseModel):
     person_records: int | None = Field(default=None, ge=1, le=MOST_RECORDS)
     """k. With unit = "record", ε is also stated for a person with up to k records, in addition to
     2, 3, 5 and 10. If persons are known, a site uses at most k records of each."""
-    per_site: Annotated[dict[str, SiteGrant], BeforeValidator(_read_grants)] = Field(
-        default_factory=dict[str, SiteGrant]
-    )
-    """Site name -> values that differ from those of all sites; or a TOML file with such tables."""
+    per_site: dict[str, SiteGrant] = Field(default_factory=dict[str, SiteGrant])
+    """Site name -> values that differ from those of all sites."""
 
     @property
     def shares_noise(self) -> bool:
