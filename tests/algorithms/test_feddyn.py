@@ -122,8 +122,3 @@ def test_steps_that_run_away_whatever_the_data_are_refused(name):
     with pytest.raises(ValidationError, match="proximal = 1: expected a product below 2"):
         settings(learning_rate=2.0, proximal=1.0)
     settings(learning_rate=1.99, proximal=1.0)
-
-
-def test_the_defaults_are_what_the_page_advises():
-    settings = Settings()
-    assert settings.proximal * settings.learning_rate * settings.local_steps == pytest.approx(1.0)

@@ -19,7 +19,7 @@ from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.accounting.calibration import smallest_sigma
-from fedpact.privacy.batches import BatchClippedKernel, clip_for
+from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.privacy.mechanisms import sensitivity
 from fedpact.privacy.noise import calibrate
 from fedpact.privacy.noise import with_noise as given_noise
@@ -95,17 +95,6 @@ def test_2c_is_attained_so_that_nothing_less_will_do(rows):
 def test_one_record_alone_moves_the_empty_batch_by_c():
     assert torch.equal(release(records(torch.zeros(0, 1))), torch.zeros(1).double())
     assert float(release(records([-3.0]))) == pytest.approx(-CLIP, rel=2e-6)
-
-
-def test_clipping_one_by_one_has_half_the_sensitivity():
-    """The same records under per-sample clipping: C, so the two are not to be mixed up."""
-    model = FlatModel(nn.Linear(1, 1, bias=False, dtype=torch.float64))
-    terms = dataclasses.replace(TERMS, mechanism="per_sample", size=1.0)
-    kernel = PerSampleKernel(model, itself)
-    pair = [release(records(rows), terms, kernel) for rows in ([1.0], [1.0, -100.0])]
-    moved = float((pair[1] - pair[0]).abs())
-    assert moved == pytest.approx(clip_for(CLIP, 1.0), rel=1e-12)
-    assert moved <= CLIP
 
 
 # The release, by hand

@@ -249,15 +249,6 @@ def test_a_tenth_of_the_coordinates_still_learns(tmp_path):
     assert found[1] > 0.9 * found[0] > 0.6
 
 
-def test_a_plan_has_one_result(tmp_path):
-    """Each run has an identity of its own, and no draw follows from it."""
-    plan = Plan.parse({**SMALL, "compression": {"kind": "int8"}})
-    for folder in ("one", "two"):
-        simulate(plan, tmp_path / folder)
-    models = [(tmp_path / f / "model.safetensors").read_bytes() for f in ("one", "two")]
-    assert models[0] == models[1]
-
-
 def test_invalid_settings():
     for wrong in ({"kind": "int4"}, {"keep": 0.0}, {"keep": 1.5}, {"share": 0.5}):
         with pytest.raises(PlanError, match="compression"):

@@ -25,7 +25,6 @@ from fedpact.privacy.accounting.shared_noise import FINE_UNITS, SHARE_DEVIATION
 from fedpact.privacy.oracle import PrivateOracle, Records
 from fedpact.privacy.terms import check_grid
 from fedpact.rounds import Rounds
-from fedpact.simulation.simulate import simulate
 
 GRID = {"compression": {"kind": "grid"}}
 RDP = {"accountant": "rdp"}
@@ -194,19 +193,6 @@ def test_tau_of_the_task_counts():
     method = plan_of(settings={"local_steps": 2}).method
     (c, _) = weights(method, task(local_steps=9))["w"]
     assert c == pytest.approx(0.5 * 3)
-
-
-@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
-def test_it_costs_fewer_bytes_and_no_more_epsilon(tmp_path, name):
-    """That every algorithm can be run with it is in the conformance suite, as it is the default."""
-    tables = {"rounds": 2, "algorithm": name}
-    found = [
-        simulate(plan_of(**tables, compression={"kind": kind}), tmp_path / kind).summary
-        for kind in ("none", "grid")
-    ]
-    assert found[1]["status"] == "finished"
-    assert 2 * found[1]["bytes_up"] < found[0]["bytes_up"]
-    assert found[1]["epsilon"] == found[0]["epsilon"]
 
 
 def test_only_a_reply_that_is_one_release_has_the_coarser_grid():

@@ -21,10 +21,8 @@ from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.plan import Plan
 from fedpact.privacy import column_scales
-from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.oracle import Charge, PrivateOracle, Records
-from fedpact.privacy.terms import FullDataRelease
 from fedpact.simulation import simulate as joining
 from fedpact.simulation import simulate as simulation
 from fedpact.simulation.setup import SimulationSetup
@@ -104,15 +102,6 @@ def test_without_noise_columns_are_standardised(data, tmp_path):
     assert result.summary["accuracy"] == pytest.approx(hand.summary["accuracy"], abs=0.02)
 
 
-def test_a_large_budget_gives_nearly_exact_numbers(data, tmp_path):
-    rich = plan(data, privacy={"epsilon": 1e4, "accountant": "rdp", "column_share": 0.5})
-    result = simulate(rich, tmp_path / "run")
-    mean, deviation = independent(SimulationSetup.of(rich))
-    told = json.loads((result.folder / "columns.json").read_text())
-    assert [one["mean"] for one in told.values()] == pytest.approx(mean, abs=0.01)
-    assert [one["deviation"] for one in told.values()] == pytest.approx(deviation, abs=0.02)
-
-
 def cost(events, delta):
     """By the accountant of another library, Gaussian mechanisms with and without sampling."""
     accountant = PLDAccountant(value_discretization_interval=1e-3)
@@ -156,15 +145,6 @@ def test_a_plan_says_what_the_release_takes(data, tmp_path, capsys):
     sigma = SimulationSetup.of(plan(data)).terms[SITES[0]].columns.event.sigma
     assert f"site-00 releases the scales of 2 columns before training: σ {sigma:.4f}" in shown
     assert "0.04 of the budget" in shown
-
-
-def test_a_larger_share_leaves_more_noise_for_training(data):
-    few, many = (
-        SimulationSetup.of(plan(data, privacy={"column_share": share})).terms[SITES[0]]
-        for share in (0.04, 0.5)
-    )
-    assert few.columns.sigma > many.columns.sigma
-    assert few.event.sigma < many.event.sigma
 
 
 def test_a_resumed_run_releases_once(data, tmp_path):
@@ -391,10 +371,3 @@ def test_one_noisy_site_does_not_dominate_column_scales(data, tmp_path, caplog):
     assert "released mean" not in caplog.text
     SimulationSetup.of(plan(data, privacy={"epsilon": 0.001, "accountant": "rdp"}))
     assert "noise moves the released mean of a column" in caplog.text
-
-
-def test_once_is_what_the_release_is():
-    of = column_scales.release(4, Budget(2.0, 1e-5), "best", 0.25, 3)
-    assert isinstance(of, FullDataRelease)
-    assert (of.times, list(of.releases)) == (3, ["columns moments"])
-    assert CONSTANTS.startswith("columns/")

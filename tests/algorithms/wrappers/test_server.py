@@ -116,15 +116,6 @@ def test_a_schedule_is_a_learning_rate_of_each_round(steps, chosen, factors, opt
     torch.testing.assert_close(found, expected.cumsum(0), rtol=0, atol=1e-12)
 
 
-def test_a_constant_schedule_is_what_was_before_there_were_any(steps):
-    """Its state counts nothing, so a run that was begun before goes on."""
-    method = ServerOptimised(Method("fedavg", Settings()), ServerSettings(optimiser="adam"), 5)
-    assert method.init(torch.ones(4)).numbers == {}
-    held = ServerSettings(optimiser="momentum", schedule=[1.0])
-    plain = path(ServerSettings(optimiser="momentum"), steps)
-    assert torch.equal(path(held, steps), plain)
-
-
 def test_a_schedule_is_the_same_in_a_run_that_is_resumed(tmp_path):
     table = {"optimiser": "momentum", "schedule": "cosine"}
     tables = {"rounds": 4, "sites": 3, "run": {"workers": 1}, "privacy": {"accountant": "rdp"}}
