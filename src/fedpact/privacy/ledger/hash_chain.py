@@ -26,13 +26,10 @@ LedgerEntry = dict[str, Any]
 _SORTED: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
-def _digest(body: LedgerEntry) -> str:
+def _digest(entry: LedgerEntry) -> str:
     """The hash of an entry, from the rest of it."""
-    return hashlib.sha256(_SORTED(body).encode()).hexdigest()
-
-
-def _without_hash(entry: LedgerEntry) -> LedgerEntry:
-    return {key: value for key, value in entry.items() if key != "hash"}
+    rest = {key: value for key, value in entry.items() if key != "hash"}
+    return hashlib.sha256(_SORTED(rest).encode()).hexdigest()
 
 
 def _encode(entry: LedgerEntry) -> bytes:
@@ -69,7 +66,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[LedgerEntry], list[bytes]]:
             and entry.get("number") == len(entries)
             and entry.get("previous") == (entries[-1]["hash"] if entries else "")
             and entry.get("torn") == _hash_of(torn)
-            and entry.get("hash") == _digest(_without_hash(entry))
+            and entry.get("hash") == _digest(entry)
             and line == _encode(entry)
         )
         if entry is None or not intact:
