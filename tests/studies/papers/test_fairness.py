@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedpact.common.errors import InputError
-from fedpact.studies.papers.fedfdp import Slopes, best_weight, bound, noise_term, ratio
+from fedpact.studies.papers.fedfdp import Slopes, best_weight, bound, noise_term
 
 PLAIN = Slopes(
     gradient_bound=1.0,
@@ -48,7 +48,6 @@ def test_the_bound_is_the_corrected_18():
         a = g2 * high**3 + 3 * g2 * high**2 + 2 * b.smoothness * b.gap * high + b.noise
         direct = b.smoothness / (2 * steps) * (a / (b.convexity**2 * (2 * low - 1)) + b.start)
         assert bound(b, lam, steps) == pytest.approx(direct)
-        assert ratio(b, lam) * b.smoothness / (2 * b.convexity**2 * steps) == pytest.approx(direct)
 
 
 def test_best_weight_is_0_if_a_loss_is_below_the_mean():
@@ -59,7 +58,7 @@ def test_best_weight_is_0_if_a_loss_is_below_the_mean():
         assert best_weight(b) == 0
         # F does grow as far as it has a meaning.
         end = -1 / b.a[4] if b.a[4] < 0 else 100.0
-        values = [ratio(b, float(lam)) for lam in np.linspace(0, 0.999 * end, 60)]
+        values = [bound(b, float(lam), 1) for lam in np.linspace(0, 0.999 * end, 60)]
         assert np.all(np.diff(values) >= -1e-12 * np.abs(values[1:]))
 
 
@@ -91,7 +90,7 @@ def test_the_root_is_that_of_the_cubic_and_the_minimum():
         positive = [float(r.real) for r in map(mp.mpc, roots) if abs(r.imag) < 1e-25 and r.real > 0]
         assert positive == [pytest.approx(lam, rel=1e-7)]
         grid = lam * np.concatenate([np.linspace(0, 2, 401), np.geomspace(2, 100, 100)])
-        assert ratio(b, lam) <= min(ratio(b, float(x)) for x in grid) * (1 + 1e-12)
+        assert bound(b, lam, 1) <= min(bound(b, float(x), 1) for x in grid) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +100,8 @@ def test_the_root_is_that_of_the_cubic_and_the_minimum():
         lambda: dataclasses.replace(PLAIN, noise=math.nan),
         lambda: dataclasses.replace(PLAIN, least_difference=7.0),
         lambda: noise_term(1.0, 1.0, 3, 0.0),
-        lambda: ratio(PLAIN, -0.1),
-        lambda: ratio(dataclasses.replace(PLAIN, least_difference=-1.0), 0.5),
+        lambda: bound(PLAIN, -0.1, 1),
+        lambda: bound(dataclasses.replace(PLAIN, least_difference=-1.0), 0.5, 1),
         lambda: bound(PLAIN, 0.1, 0),
     ],
 )

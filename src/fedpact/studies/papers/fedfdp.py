@@ -89,21 +89,19 @@ def noise_term(sigma: float, clip: float, dimension: int, batch: float) -> float
     return 2 * (relative / check.positive(batch=batch)) ** 2 * check.count(dimension=dimension)
 
 
-def ratio(bounds: Slopes, lam: float) -> float:
-    """Return F(λ), λ >= 0. Raises InputError if a5 λ + 1 <= 0, where P is no bound."""
+def bound(bounds: Slopes, lam: float, steps: int) -> float:
+    """Return P(λ) = L F(λ)/(2μ²T), λ >= 0, the paper's bound on E F(w_T) - F*; see the module.
+
+    Raises InputError if a5 λ + 1 <= 0, where P is no bound.
+    """
     check.non_negative(lam=lam)
     a1, a2, a3, a4, a5 = bounds.a
     if not a5 * lam + 1 > 0:
         raise InputError(
             f"lam is {lam!r}: expected lam < {-1 / a5!r}, beyond which 1 + 2 Q0 lam is not positive"
         )
-    return (((a1 * lam + a2) * lam + a3) * lam + a4) / (a5 * lam + 1)
-
-
-def bound(bounds: Slopes, lam: float, steps: int) -> float:
-    """Return P(λ) = L F(λ)/(2μ²T), the paper's bound on E F(w_T) - F*; see the module."""
     scale = bounds.smoothness / (2 * bounds.convexity**2 * check.count(steps=steps))
-    return scale * ratio(bounds, lam)
+    return scale * (((a1 * lam + a2) * lam + a3) * lam + a4) / (a5 * lam + 1)
 
 
 def best_weight(bounds: Slopes) -> float:
@@ -111,9 +109,6 @@ def best_weight(bounds: Slopes) -> float:
 
     inf if F decreases forever, which needs Q0 > 0 and G Q1 = 0. Raises InputError.
 
-    >>> best_weight(Slopes(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=-0.1, most_difference=6.0,
-    ...     start=0.0))
-    0.0
     >>> best_weight(Slopes(1.0, 1.0, 1.0, 0.0, 1000.0, least_difference=5.0, most_difference=6.0,
     ...     start=0.0))
     1.11...
@@ -152,7 +147,6 @@ def answer_question(bounds: Slopes, steps: int, noise: Mapping[str, float]) -> d
     # Q0 = -F if nothing else is known, since losses are >= 0.
     sweep = [share / -q0 for share in SHARES] if q0 < 0 else []
     tried = sorted({0.0, best, *sweep} - {math.inf})
-    usable = [lam for lam in tried if 1 + bounds.a[4] * lam > 0]
     return {
         "lam": best,
         "why": WHY_POSITIVE if best > 0 else WHY_ZERO,
@@ -171,7 +165,11 @@ def answer_question(bounds: Slopes, steps: int, noise: Mapping[str, float]) -> d
         },
         "a": bounds.a,
         "slope_at_0": bounds.slope,
-        "bound": [{"lam": lam, "P": bound(bounds, lam, steps)} for lam in usable],
+        "bound": [
+            {"lam": lam, "P": bound(bounds, lam, steps)}
+            for lam in tried
+            if 1 + bounds.a[4] * lam > 0
+        ],
     }
 
 

@@ -29,7 +29,7 @@ the best τ do the rest: μ is less than the objective over (1 + γτ), which bo
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -39,7 +39,6 @@ from rich.console import Console
 
 from fedpact.common import check
 from fedpact.common.errors import InputError
-from fedpact.common.files import check_file
 from fedpact.common.notebook import TextTable
 
 Solver = Literal["sarah", "svrg"]
@@ -261,18 +260,10 @@ def _ends(search: _Search, gamma: float, whole: bool) -> tuple[float, float]:
 
 
 UNIT = "(1 + γτ)/Θ: training time in units of Δ(w⁰) d_com/ε, ε the accuracy asked for"
-ROWS = {
-    "whole": "(23), whole τ",
-    "real": "(23), real τ",
-    "lemma1": "Lemma 1, whole τ",
-}
-PROBLEMS = (
+MEANING = (
     "(23) is the paper's problem, with τ at Lemma 1's upper bound; the last row takes any β and τ "
-    "that Lemma 1 allows."
-)
-WORTH = (
-    "The theorem needs its L, λ and σ̄² at every w, and is loose: take μ, β and τ as a start for a "
-    "sweep. The last row is never worse than the others (docs/notes/errata.md, V4)."
+    "that Lemma 1 allows, and is never worse (docs/notes/errata.md, V4). The theorem needs its L, "
+    "λ and σ̄² at every w, and is loose: take μ, β and τ as a start for a sweep."
 )
 
 
@@ -306,14 +297,8 @@ def find_parameters(
 
 
 def _numbers(best: Parameters) -> dict[str, Any]:
-    return {
-        "mu": best.mu,
-        "beta": best.beta,
-        "tau": best.tau,
-        "theta": best.theta,
-        "Theta": best.decrease,
-        "objective": best.objective,
-    }
+    found = asdict(best)
+    return {"Theta": found.pop("decrease"), **found}
 
 
 def print_document(found: Mapping[str, Any]) -> None:
@@ -326,16 +311,18 @@ def print_document(found: Mapping[str, Any]) -> None:
         f"σ̄² = {found['sigma2']:.4g}, γ = {found['gamma']:.4g}"
     )
     rows = list[tuple[str, ...]]()
-    for key, name in ROWS.items():
-        row = found if key == "whole" else found[key]
+    for row, name in (
+        (found, "(23), whole τ"),
+        (found["real"], "(23), real τ"),
+        (found["lemma1"], "Lemma 1, whole τ"),
+    ):
         tau = f"{row['tau']}" if isinstance(row["tau"], int) else f"{row['tau']:.1f}"
         mu, beta, theta, per_round = (f"{row[k]:.4g}" for k in ("mu", "beta", "theta", "Theta"))
         rows.append((name, mu, beta, tau, theta, per_round, f"{row['objective']:.6g}"))
     columns = ("μ", "β", "τ", "θ", "Θ", "objective")
     TextTable(columns, rows, first="problem").print(console, title)
     console.print(f"objective: {UNIT}.")
-    console.print(PROBLEMS)
-    console.print(WORTH)
+    console.print(MEANING)
     settings = (
         f"{name} = {value:.6g}" if isinstance(value, float) else f"{name} = {json.dumps(value)}"
         for name, value in found["settings"].items()
@@ -358,10 +345,8 @@ PANELS = (
 
 
 def draw(losses: Losses, gamma: float, solver: Solver, out: Path) -> None:
-    """Draw β*, μ*, θ, Θ and τ* against γ into a file, .png or .svg. Raises InputError."""
-    check_file("--out", out, ".png", ".svg")
+    """Draw β*, μ*, θ, Θ and τ* against γ into a file, .png or .svg."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     from fedpact.report.drawing import save_figure
 
@@ -380,11 +365,6 @@ def draw(losses: Losses, gamma: float, solver: Solver, out: Path) -> None:
         axis.axvline(gamma, color="0.6", linewidth=1, linestyle=":")
         axis.set(xscale="log", yscale=scale, ylabel=label, xlabel="γ = d_cmp/d_com")
         axis.grid(alpha=0.3, which="both")
-        axis.tick_params(labelbottom=True)
-        if scale == "log":
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter(ScalarFormatter())
-            axis.yaxis.set_minor_formatter(NullFormatter())
     handles, labels = flat[0].get_legend_handles_labels()
     flat[-1].axis("off")
     flat[-1].legend(handles, labels, loc="center", frameon=False, title="dotted: the γ asked for")
