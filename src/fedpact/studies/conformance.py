@@ -396,17 +396,6 @@ def check_empty_site(case: Method, private: bool) -> None:
         )
 
 
-def check_codec(case: Method, private: bool) -> None:
-    """Messages and memories are the same after encoding and decoding."""
-    bed, state = _after(case, private)
-    task = bed.task(case, state, 3)
-    for message in (state, task, *bed.replies(case, state, 3), *bed.memories.values()):
-        read = from_bytes(to_bytes(message))
-        _need(type(read) is type(message), f"a {type(message).__name__} is read as {type(read)}")
-        check_equal(message, read, f"a {type(message).__name__}")
-        _need(to_bytes(read) == to_bytes(message), f"a {type(message).__name__} is not itself")
-
-
 def check_pure(case: Method, private: bool) -> None:
     """Its functions do not change their arguments, and are deterministic."""
     bed, state = _after(case, private)
@@ -499,7 +488,7 @@ OF_NAME: Final[tuple[Callable[[str, bool], None], ...]] = (check_neutral, check_
 
 OF_METHOD: Final[tuple[Callable[[Method, bool], None], ...]] = (
     *(check_order, check_plain_twin, check_noise_and_clip, check_little_data, check_empty_site),
-    *(check_codec, check_pure, check_batches, check_ledger, check_own_noise, check_start),
+    *(check_pure, check_batches, check_ledger, check_own_noise, check_start),
 )
 """Checks of a method: an algorithm with settings."""
 
