@@ -64,9 +64,7 @@ FITTED_ON: Final = (
     "aside of three image sets had been seen, and the bias and the columns of tables are those of "
     "the hospitals' heart disease; what counts of a text was chosen on Python's manual"
 )
-_MANY_COLUMNS: Final = 4
 _LONGEST: Final = 1e12
-_NETWORKS_OF_WORDS: Final = ("lstm", "transformer")
 # Below this signal-to-noise ratio, a column that adds little costs more than it brings.
 _NOISY: Final = 5.0
 
@@ -286,7 +284,7 @@ class _Public:
             "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
             "privacy.epsilon": "; ".join(filter(None, (self._whose(), self._release_told()))),
-            **self._explain_noise(chosen),
+            **self._explain_noise(),
             "privacy.clip": clip,
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
             "secure_aggregation.threshold": "the fewest of a sum with so many honest sites",
@@ -301,20 +299,17 @@ class _Public:
         told = [f"({one.epsilon:g}, {one.delta:g})" if unlike else f"{one.epsilon:g}" for one in of]
         return ", ".join(f"{site} {one}" for site, one in zip(self.names, told, strict=True))
 
-    def _explain_noise(self, chosen: FullBatch) -> dict[str, str]:
+    def _explain_noise(self) -> dict[str, str]:
         """Return the reasons for the algorithm with different budgets."""
         if len(set(self.asked.budgets)) == 1:
             return {}
         if not self.noise.weighed:
             return {"algorithm": "all sites add the noise of the most careful one"}
-        longer = self.noise.alike(1.0, chosen.rounds) / chosen.sigma
-        more = f"{longer:.2g} times as long" if longer > 1.05 else "hardly longer"
         bias = "dealt at random, records differ from site to site by chance alone"
         if not self.noise.dealt:
             bias = "as far as sites can be apart, so that none is passed over; less counts on noise"
         return {
-            "algorithm": "sites of unlike budgets count by their noise, careful ones less: "
-            f"if all records counted alike, noise would be {more}",
+            "algorithm": "sites of unlike budgets count by their noise, careful ones less",
             "settings.bias_penalty": bias,
         }
 
@@ -336,24 +331,10 @@ class _Public:
         if self.features:
             plain = self._weights("logistic", {})
             others.append(("logistic on the records", plain, 1.0, chosen.rounds))
-        if self.words:
-            others += [(m, self._weights(m, {}), 1.0, chosen.rounds) for m in _NETWORKS_OF_WORDS]
-        elif not self.features and self.example.ndim == 1 and len(self.example) >= _MANY_COLUMNS:
-            half = replace(self, example=self.example[: len(self.example) // 2])
-            fewer = half._weights("logistic", {})
-            others.append(("half of the columns", fewer, 1.0, chosen.rounds))
-        if len(self.example.shape) == 3 and min(self.example.shape[1:]) >= 28:
-            others.append(("cnn", self._weights("cnn", {}), 1.0, chosen.rounds))
-        rows = [self._row(*other) for other in others]
-        if self.noise.weighed:
-            alike = self.noise.alike(1.0, chosen.rounds)
-            rows.insert(1, self._row("all records alike", d, 1.0, chosen.rounds, alike))
-        return rows
+        return [self._row(*other) for other in others]
 
-    def _row(
-        self, what: str, weights: int, rate: float, rounds: int, sigma: float | None = None
-    ) -> Alternative:
-        sigma = self.noise.sigma(rate, rounds, weights) if sigma is None else sigma
+    def _row(self, what: str, weights: int, rate: float, rounds: int) -> Alternative:
+        sigma = self.noise.sigma(rate, rounds, weights)
         snr = signal_to_noise(rate, sigma, rounds, self.records, self.shares, weights)
         return Alternative(what, weights, rate, sigma, rounds, snr)
 
