@@ -13,8 +13,8 @@ from scipy import stats
 
 from fedpact.common.randomness.seeded import round_shares, seeded_generator
 from fedpact.studies.audit.noise import (
-    noise_alone,
     noise_levels,
+    noise_over,
     noise_tests,
     queries_of,
     sampling_tests,
@@ -151,7 +151,7 @@ def queries(target):
 
 
 def noise_checks(target, queries):
-    alone = noise_alone(target, queries)
+    alone = noise_over(target, queries, target.no_records)
     return [*noise_levels(target, alone), *noise_tests(target, queries, alone)]
 
 
@@ -208,7 +208,7 @@ def test_wrong_noise_is_found(kind, seed, target, queries):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_noise_that_depends_on_the_records_is_found(seed, target, queries):
     broken = seeded(target, seed, quiet_with_records)
-    alone = noise_alone(broken, queries)
+    alone = noise_over(broken, queries, broken.no_records)
     assert not all(test.passed for test in noise_tests(broken, queries, alone))
 
 
@@ -234,7 +234,10 @@ def test_sampling_is_tested_under_a_large_clip_too(audited):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_halved_noise_is_found(seed, audited, target, queries):
     broken = seeded(target, seed, audited.broken["noise halved"])
-    assert not all(level.passed for level in noise_levels(broken, noise_alone(broken, queries)))
+    assert not all(
+        level.passed
+        for level in noise_levels(broken, noise_over(broken, queries, broken.no_records))
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)

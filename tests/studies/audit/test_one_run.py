@@ -17,8 +17,8 @@ from fedpact.simulation.setup import SimulationSetup
 from fedpact.studies.audit import one_run as one_run_module
 from fedpact.studies.audit.noise import (
     check_mechanism,
-    noise_alone,
     noise_levels,
+    noise_over,
     noise_tests,
     queries_of,
     why_untested,
@@ -45,7 +45,7 @@ def measured(level):
 
 
 def levels_of(target):
-    return noise_levels(target, noise_alone(target, queries_of(target)))
+    return noise_levels(target, noise_over(target, queries_of(target), target.no_records))
 
 
 def test_each_rounds_clip_is_attacked(audited):
@@ -102,13 +102,16 @@ def test_noise_on_a_coarse_grid_is_found_as_it_is(audited):
     target = audited.target("compression.kind=grid", "algorithm=fedfdp")
     assert target.terms.grid
     queries = queries_of(target)
-    alone = noise_alone(target, queries)
+    alone = noise_over(target, queries, target.no_records)
     for level in noise_levels(target, alone):
         assert level.passed
         assert measured(level) == pytest.approx(level.claimed, rel=0.25)
     assert all(test.passed for test in noise_tests(target, queries, alone))
     broken = dataclasses.replace(target, make=audited.broken["noise halved"])
-    assert not any(level.passed for level in noise_levels(broken, noise_alone(broken, queries)))
+    assert not any(
+        level.passed
+        for level in noise_levels(broken, noise_over(broken, queries, broken.no_records))
+    )
 
 
 def test_play_asks_what_the_algorithm_asks(audited):

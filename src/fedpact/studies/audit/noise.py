@@ -88,7 +88,7 @@ def check_mechanism(target: Target) -> MechanismTests:
     """
     target = target.at(target.rounds)
     queries = queries_of(target)
-    alone = noise_alone(target, queries)
+    alone = noise_over(target, queries, target.no_records)
     tests = (*noise_tests(target, queries, alone), *sampling_tests(target, queries))
     return MechanismTests(noise_levels(target, alone), tests)
 
@@ -103,15 +103,10 @@ ChannelNoise = Mapping[str, torch.Tensor]
 """Each channel's noise in units of what the terms state, [requests, events, numbers]."""
 
 
-def noise_alone(target: Target, queries: Mapping[str, tuple[Any, ...]]) -> ChannelNoise:
-    """Return the noise of releases of the site without any records."""
-    return _noise(target, queries, target.no_records)
-
-
 def noise_levels(target: Target, alone: ChannelNoise) -> tuple[AuditRow, ...]:
     """Return the level of every channel; all bounds hold jointly with probability 0.999.
 
-    alone: from `noise_alone`.
+    alone: of releases of the site without any records.
 
     The sum of squares over σ² is chi-square with as many degrees of freedom as numbers. Squares are
     about the mean of all events, with one degree less for each coordinate, as a constant is no
@@ -140,12 +135,12 @@ def noise_tests(
     """Test that every channel's noise is N(0, 1) in its own units, and drawn anew each time.
 
     On a site without records, and on all records in every batch. A correct mechanism passes all
-    tests jointly with probability 0.999. alone: from `noise_alone`.
+    tests jointly with probability 0.999. alone: as in `noise_levels`.
     """
     found = list[tuple[str, float]]()
     for noises, where in (
         (alone, "no records"),
-        (_noise(target, queries, target.records), "all records"),
+        (noise_over(target, queries, target.records), "all records"),
     ):
         for channel, noise in noises.items():
             found += [(f"{channel}, {where}: {what}", p) for what, p in _tests(noise)]
@@ -190,7 +185,7 @@ def _together(vectors: torch.Tensor) -> float:
     return min(1.0, n * (n - 1) * float(stats.norm.sf(float(z.max()))) * 2)
 
 
-def _noise(
+def noise_over(
     target: Target, queries: Mapping[str, tuple[Any, ...]], records: Records
 ) -> ChannelNoise:
     """Return each channel's noise over records, at rate 1, where the sum is known."""
