@@ -107,21 +107,19 @@ def test_names_that_cannot_be_folders_are_refused(name):
         name_plans({name: Plan()})
 
 
-def test_no_plans_and_names_alike_are_refused():
+def test_no_plans_are_refused():
     with pytest.raises(InputError, match="nothing to compare"):
         name_plans([])
-    with pytest.raises(InputError, match="differ by more than case"):
-        name_plans({"a": Plan(), "A": Plan()})
 
 
 def test_a_single_plan_is_accepted_and_other_input_refused():
     assert name_plans(Plan()) == name_plans([Plan()])
     assert name_plans(plan for plan in [Plan()]) == name_plans([Plan()])
     for path in ("study.toml", Path("study.toml"), ["study.toml"], {"a": Path("study.toml")}):
-        with pytest.raises(InputError, match=r"Plan\.read\('study\.toml'\)"):
+        with pytest.raises(InputError, match=r"plans holds .*study\.toml'.*Plan\.read\(FILE\)"):
             name_plans(path)  # type: ignore[arg-type]
     for other in ({"a": {"rounds": 1}}, 3, None, [None]):
-        with pytest.raises(InputError, match=r"plans holds a \w+: make a plan of it"):
+        with pytest.raises(InputError, match=r"plans holds .*Plan\.parse"):
             name_plans(other)  # type: ignore[arg-type]
 
 

@@ -121,7 +121,7 @@ def test_models_are_swept_as_classes_and_numbers_as_arrays():
     [
         ({"privacy.epsilon": 1}, r"sweep privacy\.epsilon: its values are 1: expected a list"),
         ({"rounds": "35"}, "its values are '35': expected a list"),
-        ({"data": [object()]}, "sweep data: its values are .*object is nothing"),
+        ({"data": [object()]}, "sweep data: its values are .*object is not JSON"),
         ([("rounds", [3])], "sweep is .*: expected {"),
         (
             {"settings.mu": [1.0]},

@@ -5,7 +5,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -135,7 +135,7 @@ def name_plans(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, P
         found.update({name: _plan(plan) for name, plan in plans.items()})
     else:
         # Text is iterable, too.
-        alone = isinstance(plans, Plan | str | Path) or not isinstance(plans, Iterable)
+        alone = isinstance(plans, Plan | str) or not isinstance(plans, Iterable)
         for plan in map(_plan, [plans] if alone else plans):
             found[free_name(_named_by(plan.algorithm), found)] = plan
     if not found:
@@ -146,11 +146,6 @@ def name_plans(plans: Plan | Mapping[str, Plan] | Sequence[Plan]) -> dict[str, P
                 f"an entry is called {name!r}: expected letters, digits, '.', '_' and '-', a letter"
                 " or digit first, as it names a folder"
             )
-    if len({name.casefold() for name in found}) < len(found):
-        raise InputError(
-            f"entries are called {', '.join(found)}: expected names that differ by more than case, "
-            "as they name folders"
-        )
     return found
 
 
@@ -166,11 +161,10 @@ def _folder_name(text: str) -> str:
 def _plan(given: Any) -> Plan:
     if isinstance(given, Plan):
         return given
-    if isinstance(given, str | Path):
-        of = f"the text or path {str(given)!r}: read it by fedpact.Plan.read({str(given)!r})"
-    else:
-        of = f"a {type(given).__name__}: make a plan of it, as by fedpact.Plan.parse({{...}})"
-    raise InputError(f"plans holds {of}; expected plans, in a list or by name")
+    raise InputError(
+        f"plans holds {given!r}: expected plans, in a list or by name; a file is read by "
+        "fedpact.Plan.read(FILE), a table by fedpact.Plan.parse({...})"
+    )
 
 
 def comparable(plans: Mapping[str, Plan]) -> None:
@@ -396,21 +390,18 @@ def _joining(jobs: Sequence[Job], on_news: OnNews, stop: Callable[[], bool]) -> 
     alones: SiteModels = {}
     with contextlib.suppress(_Stopped):
         for job in jobs:
+            which = itertools.count(1)
+
+            def on_site(
+                site: str, of: int, job: Job = job, which: Iterator[int] = which
+            ) -> None:  # a site may take minutes
+                if stop():
+                    raise _Stopped
+                on_news(RunProgress(job, joining=(site, next(which), of)))
+
             if has_ended(job) and not (job.folder / "joining.json").exists():
-                of_run(job.folder, known=alones, on_site=_telling(job, on_news, stop))
+                of_run(job.folder, known=alones, on_site=on_site)
                 write_report(job.folder)
-
-
-def _telling(job: Job, on_news: OnNews, stop: Callable[[], bool]) -> Callable[[str, int], None]:
-    """Return a callback that reports the progress of `joining`, which may take minutes a site."""
-    which = itertools.count(1)
-
-    def on_site(site: str, of: int) -> None:
-        if stop():
-            raise _Stopped
-        on_news(RunProgress(job, joining=(site, next(which), of)))
-
-    return on_site
 
 
 def serialise_timed(plans: Mapping[str, Plan], jobs: int) -> int:

@@ -5,7 +5,6 @@ import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
-from os import PathLike, fspath
 from typing import Any
 
 from fedpact import algorithms
@@ -114,17 +113,11 @@ def _plain(key: str, values: Any) -> list[Any]:
     name = name_of_function if key.startswith("task.") else name_object
     found = [value.item() if hasattr(value, "item") else name(value) for value in values]
     try:
-        return json.loads(json.dumps(found, default=_at))
+        return json.loads(json.dumps(found))
     except TypeError as error:
         raise PlanError(
             f"sweep {key}: its values are {found!r}: expected what a plan has under it ({error})"
         ) from None
-
-
-def _at(value: object) -> str:
-    if not isinstance(value, PathLike):
-        raise TypeError(f"{type(value).__name__} is nothing that a file can hold")
-    return fspath(value)
 
 
 def no_setting(algorithms_: Iterable[str]) -> str:
