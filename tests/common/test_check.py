@@ -76,11 +76,3 @@ def test_the_message_says_what_was_expected_in_the_callers_words(checked):
         InputError, match=r"^sampling_rate is nan: expected an? .*(sampling_rate|number)"
     ):
         checked(sampling_rate=math.nan)
-
-
-@pytest.mark.parametrize("checked", EVERY)
-def test_a_check_takes_one_number(checked):
-    with pytest.raises(TypeError, match="one named number"):
-        checked(a=1, b=1)
-    with pytest.raises(TypeError, match="one named number"):
-        checked()

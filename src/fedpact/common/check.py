@@ -23,17 +23,11 @@ _LARGEST: Final = sys.float_info.max
 WITHOUT_PRIVACY: Final = '; for a run without privacy set privacy.mode = "none"'
 
 
-def _single(named: dict[str, float]) -> tuple[str, float]:
-    if len(named) != 1:
-        raise TypeError(f"a check takes one named number, not {sorted(named)}")
-    return next(iter(named.items()))
-
-
 def _check(good: Callable[[float], bool], expected: str) -> Callable[..., float]:
     """Return a check: given one named number, it returns it if good, else raises InputError."""
 
     def check(**named: float) -> float:
-        name, value = _single(named)
+        ((name, value),) = named.items()
         # bool is an int in Python; True is no learning rate.
         number = isinstance(value, int | float) and not isinstance(value, bool)
         # Written as "not good": every comparison with NaN is false, so NaN is refused.
@@ -56,7 +50,7 @@ fraction = _check(lambda v: 0 < v < 1, "a number with 0 < {name} < 1")
 
 
 def _integer(named: dict[str, int], least: int) -> int:
-    name, value = _single(dict(named))
+    ((name, value),) = named.items()
     if not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         raise InputError(f"{name} is {value!r}: expected an integer with {name} >= {least}")
     return value

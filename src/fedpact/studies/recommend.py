@@ -25,7 +25,7 @@ from fedpact.privacy.accounting.planner import (
     full_batch,
     signal_to_noise,
 )
-from fedpact.privacy.column_scales import advise_of_loud, mean_noise
+from fedpact.privacy.column_scales import advise_of_loud
 from fedpact.privacy.settings import Privacy
 from fedpact.privacy.terms import delta_too_large
 from fedpact.simulation.setup import describe_undeclared_classes, is_table, load_data
@@ -283,7 +283,7 @@ class _Public:
             "logistic.bias": "it would take its part of every clip" if self.features else bias,
             "settings.learning_rate": f"η, so that {way}: N = {self.records:,}",
             "server.momentum": "the same way in fewer rounds",
-            "privacy.epsilon": "; ".join(filter(None, (self._whose(), self._release_told()))),
+            "privacy.epsilon": self._whose(),
             **self._explain_noise(),
             "privacy.clip": clip,
             "privacy.honest": "whose noise protects a sum; ε alone needs none, and is stated too",
@@ -312,15 +312,6 @@ class _Public:
             "algorithm": "sites of unlike budgets count by their noise, careful ones less",
             "settings.bias_penalty": bias,
         }
-
-    def _release_told(self) -> str:
-        """Return the share of ε for released columns' scales, and their noise; "" for none."""
-        noise = mean_noise(self.noise.releases)
-        if not noise:
-            return ""
-        share, names = Privacy().column_share, len(self.asked.records.released)
-        told = f"{share:.3g} of it, by 1/σ², goes to what scales {names} columns"
-        return f"{told}: noise moves a mean by {noise:.2g} of half its range"
 
     def rows(self, chosen: FullBatch) -> list[Alternative]:
         """Return the chosen row and alternatives with the same budget."""

@@ -175,33 +175,11 @@ def test_a_change_of_units_scales_mu_and_the_objective(unit):
     assert scaled.objective == pytest.approx(unit * plain.objective)
 
 
-@pytest.mark.parametrize("how", [{"tight": False}, {"solver": "svrg"}], ids=str)
-def test_extreme_numbers_have_an_optimum_too(how):
-    rng = random.Random(14)
-    for _ in range(2):
-        smooth = 10 ** rng.uniform(-8, 8)
-        losses = Losses(smooth, smooth * rng.random(), 10 ** rng.uniform(-8, 12))
-        gamma = 10 ** rng.uniform(-12, 12)
-        best = minimise(losses, gamma, **how)
-        assert best.decrease > 0
-        for factor in (0.5, 0.999, 1.001, 2.0):
-            tau = max(5, round(best.tau * factor)) if how.get("whole", True) else best.tau * factor
-            beta = least_beta(tau, how.get("solver", "sarah"))
-            if beta > 3:
-                other = objective(losses, gamma, best.mu, beta, tau)
-                assert other >= best.objective * (1 - 1e-9)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         lambda: Losses(1.0, 1.1, 1.0),
         lambda: Losses(1.0, 0.5, math.nan),
-        lambda: least_a(-1),
-        lambda: most_tau(math.nan, "svrg"),
-        lambda: least_beta(-1.0),
-        lambda: local_accuracy(SPEC, 5.0, 10.0, 0.0),
-        lambda: decrease(SPEC, math.nan, 0.1),
         lambda: minimise(SPEC, 0.0),
         lambda: minimise(SPEC, math.inf),
         lambda: minimise(SPEC, 0.01, "sgd"),  # type: ignore[arg-type]

@@ -157,8 +157,7 @@ def _start_child() -> None:
     _pool.cache_clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_child)
+os.register_at_fork(after_in_child=_start_child)
 
 
 class FreshStream(KeyStream):

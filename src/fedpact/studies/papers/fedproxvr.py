@@ -67,18 +67,12 @@ class Losses:
             )
 
     def excess(self, mu: float) -> float:
-        """Return μ~ = μ - λ, the strong convexity of a site's problem. Raises unless it is > 0."""
-        if not check.positive(mu=mu) > self.weak_convexity:
-            raise InputError(
-                f"mu is {mu!r}: expected mu > {self.weak_convexity!r}, the weak convexity, so that "
-                "each site's problem is strongly convex"
-            )
+        """Return μ~ = μ - λ, the strong convexity of a site's problem, for μ > λ."""
         return mu - self.weak_convexity
 
 
 def least_a(tau: float) -> float:
     """Return 4(sqrt(τ+1) + sqrt(τ+2))², the least a of SVRG's condition. τ >= 0."""
-    check.non_negative(tau=tau)
     return 4 * (math.sqrt(tau + 1) + math.sqrt(tau + 2)) ** 2
 
 
@@ -88,7 +82,7 @@ def most_tau(beta: float, solver: Solver = "sarah") -> int | None:
     >>> [most_tau(beta) for beta in (5, 10, 20)], [most_tau(beta, "svrg") for beta in (5, 10, 20)]
     ([13, 57, 240], [None, 0, 2])
     """
-    level = 5 * _beta(beta) ** 2 - 4 * beta
+    level = 5 * beta**2 - 4 * beta
     if solver == "sarah":
         return math.floor(level / 8)
     # a >= 16(τ + 1), so (τ + 1)² <= (τ + 1)(τ + 2) <= level/128 bounds the search.
@@ -100,35 +94,31 @@ def most_tau(beta: float, solver: Solver = "sarah") -> int | None:
 
 def least_beta(tau: float, solver: Solver = "sarah") -> float:
     """Return the least β >= 3 whose upper bound in Lemma 1 is τ >= 0 or more."""
-    check.non_negative(tau=tau)
     level = 8 * tau if solver == "sarah" else 8 * least_a(tau) * (tau + 2)
     return max(3.0, (4 + math.sqrt(16 + 20 * level)) / 10)
 
 
 def local_accuracy(losses: Losses, mu: float, beta: float, tau: float) -> float:
-    """Return θ, the least that Lemma 1 proves after τ > 0 iterations; 1 or more is no progress."""
+    """Return θ, the least that Lemma 1 proves after τ > 0 iterations; 1 or more is no progress.
+
+    mu: μ > λ. beta: β > 3.
+    """
     x, m = losses.excess(mu) / losses.smoothness, mu / losses.smoothness
-    return math.sqrt(3 * (_beta(beta) ** 2 + m**2) / (x * (beta - 3)) / check.positive(tau=tau))
+    return math.sqrt(3 * (beta**2 + m**2) / (x * (beta - 3)) / tau)
 
 
 def decrease(losses: Losses, mu: float, theta: float) -> float:
     """Return Θ of Theorem 1, 1/L times a number; <= 0 where the theorem says nothing.
 
-    mu: μ > λ. theta: θ >= 0. Raises InputError.
+    mu: μ > λ. theta: θ >= 0.
     """
     # In units of L, so that no square overflows.
     x, spread = losses.excess(mu) / losses.smoothness, 1 + losses.heterogeneity
-    inexact = (1 + check.non_negative(theta=theta) ** 2) * spread
+    inexact = (1 + theta**2) * spread
     lost = theta * math.sqrt(2 * spread)
     lost += 2 / x * math.sqrt(inexact)
     lost += 2 * (mu / losses.smoothness / x) / x * inexact
     return (1 - lost) / mu
-
-
-def _beta(beta: float) -> float:
-    if not check.finite(beta=beta) > 3:
-        raise InputError(f"beta is {beta!r}: expected a number with beta > 3, as Lemma 1 needs")
-    return beta
 
 
 Vector = NDArray[np.float64]
