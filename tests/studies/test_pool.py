@@ -3,16 +3,13 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 from tests.studies import stand_in
 
-from fedpact.api import run
 from fedpact.plan import Plan
 from fedpact.studies import pool
 from fedpact.studies.pool import Job, run_jobs
@@ -167,34 +164,3 @@ def test_a_process_does_not_import_the_callers_script(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", main)
     assert run_jobs(jobs(tmp_path, "a"), 1, lambda _: None, never) == {}
     assert not marker.exists()
-
-
-@pytest.mark.slow
-def test_a_comparing_script_is_not_run_again_by_its_workers(tmp_path):
-    """Though no `if __name__ == "__main__"` guards it. They make the run that is made here."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(tmp_path)]
-    own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    done = subprocess.run(command, capture_output=True, text=True, env=own)
-    assert (done.returncode, done.stdout) == (0, "once\n{}\n[False, False, True]\n"), done.stderr
-    run(Plan.parse({"rounds": 1, "sites": 2}), tmp_path / "here")
-    for file in ("model.safetensors", "partition.json"):
-        made = tmp_path / "a" / "s0" / file
-        assert made.read_bytes() == (tmp_path / "here" / file).read_bytes()
-
-
-SCRIPT = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from fedpact.plan import Plan
-from fedpact.studies.pool import Job, run_jobs
-print("once")
-news = []
-plan = Plan.parse({"rounds": 1, "sites": 2})
-folder = Path(sys.argv[1]) / "a" / "s0"
-failed = run_jobs([Job("a", 0, plan, folder)], 1, news.append, lambda: False)
-print(failed)
-print([n.ended for n in news])
-"""

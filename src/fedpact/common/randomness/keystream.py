@@ -25,7 +25,7 @@ never more than 2^-40 of it.
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -58,14 +58,6 @@ Further = Callable[[int], Words]
 """(count) -> so many uniform words of 64 bits that nothing else is made of, not in `_room`."""
 Parts = Iterator[tuple[slice, Tensor]]
 """Parts of a vector, and a number for each entry of them; the next part overwrites the last."""
-
-
-class WordSource(Protocol):
-    """Where words come from."""
-
-    def words(self, count: int) -> Words:
-        """Return uint64 [count], count <= CHUNK, to be written over by whoever asked."""
-        ...
 
 
 class _Room(threading.local):
@@ -103,7 +95,7 @@ class KeyStream:
         return _room.words[:count]
 
 
-def poisson(source: WordSource, records: int, rate: float) -> Tensor:
+def poisson(source: "KeyStream", records: int, rate: float) -> Tensor:
     """Return the indices of a Poisson batch of 0, ..., records - 1, in order, for rate < 1."""
     # 2^53 rate is exact, and so is comparing it with whole numbers up to 2^53.
     limit = np.uint64(math.floor(math.ldexp(rate, 53)))
@@ -114,7 +106,7 @@ def poisson(source: WordSource, records: int, rate: float) -> Tensor:
     return from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0])
 
 
-def positions(source: WordSource, count: int, slots: int) -> Tensor:
+def positions(source: "KeyStream", count: int, slots: int) -> Tensor:
     """Return int64 [count], each below `slots`, independently and alike."""
     parts = [
         (source.words(min(CHUNK, count - start)) % np.uint64(slots)).astype(np.int64)
@@ -128,7 +120,7 @@ def _below(words: Words, limit: np.uint64) -> NDArray[np.int64]:
 
 
 def normals(
-    source: WordSource, size: int, dtype: torch.dtype, further: Further | None = None
+    source: "KeyStream", size: int, dtype: torch.dtype, further: Further | None = None
 ) -> Parts:
     """Yield `size` standard normal numbers, part by part.
 

@@ -35,7 +35,6 @@ from fedpact.common.params import copy_to_device, from_numpy, on_cpu
 from fedpact.common.randomness.keystream import (
     KeyStream,
     Parts,
-    WordSource,
     normals,
     poisson,
     positions,
@@ -162,7 +161,7 @@ class Draws(ABC):
     """Whether equal calls, in this process or another, return equal draws."""
 
     @abstractmethod
-    def _words(self, kind: str, step: int) -> WordSource:
+    def _words(self, kind: str, step: int) -> KeyStream:
         """Return the words that a kind of draw is made of in a step."""
 
     @abstractmethod

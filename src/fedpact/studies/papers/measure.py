@@ -136,9 +136,6 @@ def from_run(
     return numbers, {"run": str(run.path), **measured, "notes": notes}
 
 
-# ---------------------------------------------------------------- time
-
-
 @dataclass(frozen=True)
 class Split:
     """Seconds of a round without its steps, and of one local iteration, with a note."""
@@ -190,9 +187,6 @@ def split_records(records: Sequence[RoundRecord]) -> Split:
         "cross no network."
     )
     return Split(d_com, d_cmp, costs.rounds, True, note + _EVALUATED * evaluated)
-
-
-# ---------------------------------------------------------------- curvature
 
 
 def _estimates(run: Path) -> dict[str, float]:
