@@ -111,7 +111,11 @@ def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> On
 
 def _power(canaries: int, claimed: float, delta: float, error: float) -> float:
     """Return the bound at the expected number of right guesses, for Gaussian scores."""
-    mu = min(gaussian_mu(claimed, delta), 50.0)
+
+    def excess(mu: float) -> float:  # of the ε by which N(0, 1) and N(μ, 1) can be told apart
+        return gaussian.gaussian_epsilon(mu, delta) - claimed
+
+    mu = cast(float, optimize.brentq(excess, 0.0, 50.0)) if excess(50.0) > 0 else 50.0
     shown = list[float]()
     for share in _SHARES:
         r = min(2 * max(1, round(share * canaries / 2)), canaries)
@@ -280,20 +284,6 @@ def make_loss_bound(curve: Sequence[tuple[float, float]]) -> Callable[[float], f
         return max([0.0, *lower, *upper])
 
     return lost
-
-
-def gaussian_mu(epsilon: float, delta: float) -> float:
-    """Return the μ for which N(0, 1) and N(μ, 1) are exactly (ε, δ)-indistinguishable."""
-    if epsilon == math.inf:
-        return math.inf
-
-    def excess(mu: float) -> float:
-        return gaussian.gaussian_epsilon(mu, delta) - epsilon
-
-    high = 1.0
-    while excess(high) < 0:
-        high *= 2
-    return cast(float, optimize.brentq(excess, 0.0, high, xtol=1e-6 * high))
 
 
 def expect_right(mu: float, share: float) -> float:
