@@ -106,7 +106,7 @@ def test_errors_name_the_fault(arguments, error, message):
 @pytest.fixture
 def unproven(monkeypatch):
     """What is proven for a curve's σ, most of the time, is left to test_custom_tradeoffs."""
-    monkeypatch.setattr(tradeoffs_module, "with_proof", lambda _, point: point)
+    monkeypatch.setattr(tradeoffs_module, "epsilon_of", lambda *_: 0.0)
 
 
 @pytest.fixture

@@ -14,12 +14,11 @@ from fedpact.common.format import number, size, span
 from fedpact.common.messages import RoundRecord
 from fedpact.common.notebook import TextTable
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION, rounded_entropy
-from fedpact.report.run_summary import RunSummary, SitePrivacy
+from fedpact.report.run_summary import RunSummary
 from fedpact.report.tradeoffs import (
     bits_on_the_wire,
-    entropy_bound,
-    mean_of_clipped_moment,
     paper_rate,
+    rate_bound,
 )
 
 STEP = 0.01
@@ -32,16 +31,7 @@ _BOUND = (
     "(R - d ln s)/ln 2 bits with the best code for their law; the run's own code writes a fixed "
     "number of bits. Bytes are those of rounds without an evaluation. R says nothing about privacy."
 )
-_CLIPPED_RECORDS = (
-    "The paper clips the batch's mean. This run clips each record's gradient and "
-    "divides by qN, so R = (d/2) ln(2πe (m/d + (σC/(qN))²)) with m = C²(1 + (1 - q)/(qN)), where "
-    "each site's declared N is taken to be its number of records."
-)
-_MECHANISM = {
-    "batch_clipped": "R = (d/2) ln(2πe C²(σ² + 1/d)), for a mean gradient clipped to C.",
-    "per_sample": _CLIPPED_RECORDS,
-    "automatic": _CLIPPED_RECORDS,
-}
+_MECHANISM = "R = (d/2) ln(2πe C²(σ² + 1/d)), for a mean gradient clipped to C."
 _PAPER = (
     "The paper's own (12) does not bound it: it can lie below the entropy of the noise alone "
     "(docs/notes/errata.md, L4)."
@@ -63,59 +53,35 @@ def _wire_table(message: str, rows: Sequence[_Row], notes: list[str]) -> WireTab
     return WireTable(TextTable((message, "one coordinate", "the run"), [*rows]), notes)
 
 
-def rates(run: RunSummary) -> WireTable | str:
-    """Return the table of rate bounds, or why there is none."""
-    if why := _explain_undefined(run):
-        return why
-    d = int(run.summary["model_parameters"])
-    sites, rounds = run.site_privacy, _without_evaluation(run)
+def rates(run: RunSummary) -> WireTable | None:
+    """Return the table of rate bounds; None of runs that do not reply with a clipped mean."""
+    rounds = _without_evaluation(run)
     replies = _replies(run, rounds)
-    total = sum(replies.values())
-    bounds = {name: _bound(run, site, d) for name, site in sites.items()}
-    bits = {
-        name: bits_on_the_wire(bounds[name], d, STEP * _deviation(run, site))
-        for name, site in sites.items()
-    }
-    whole = math.fsum(bits[name] * count for name, count in replies.items())
+    d, total = int(run.summary.get("model_parameters") or 0), sum(replies.values())
+    if run.privacy.get("mechanism") != "batch_clipped" or not d * total:
+        return None
+    sigmas = {name: site.sigmas["gradient"] for name, site in run.site_privacy.items()}
+    clips = {name: site.clip for name, site in run.site_privacy.items()}
+    bounds = {name: rate_bound(d, sigma, clips[name]) for name, sigma in sigmas.items()}
+    whole = math.fsum(
+        replies[name] * bits_on_the_wire(bounds[name], d, STEP * sigma * clips[name])
+        for name, sigma in sigmas.items()
+    )
     rounded = f"at most about, to a step of s = {STEP:g} deviations of the noise"
-    rows = [_in_nats("R, differential entropy", list(bounds.values()), d)]
-    if total:
-        sent = sum(record.bytes_up for record in rounds)
-        rows[:0] = [
-            _in_bytes("sent, as measured, including the encoding", sent, total, d),
-            _in_bytes(rounded, whole / 8, total, d),
-        ]
-    mechanism = str(run.privacy["mechanism"])
-    notes = [_BOUND, _MECHANISM[mechanism]]
-    if mechanism == "batch_clipped":
-        paper = [paper_rate(d, site.sigmas["gradient"], site.clip) for site in sites.values()]
-        rows.append(_in_nats("the paper's (12), no bound", paper, d))
-        notes.append(_PAPER)
+    sent = sum(record.bytes_up for record in rounds)
+    paper = [paper_rate(d, sigma, clips[name]) for name, sigma in sigmas.items()]
+    rows = [
+        _in_bytes("sent, as measured, including the encoding", sent, total, d),
+        _in_bytes(rounded, whole / 8, total, d),
+        _in_nats("R, differential entropy", list(bounds.values()), d),
+        _in_nats("the paper's (12), no bound", paper, d),
+    ]
+    notes = [_BOUND, _MECHANISM, _PAPER]
     if run.plan.get("compression", {}).get("kind", "none") not in ("none", "grid"):
         notes.append("R describes the release before [compression], which rounds it further.")
     if run.plan.get("secure_aggregation", {}).get("threshold"):
         notes.append("Messages are masked; R describes the release before masking.")
     return _wire_table("one reply", rows, notes)
-
-
-def _explain_undefined(run: RunSummary) -> str:
-    if not run.private:
-        return "No rate bound: it needs noise, and a run without privacy adds none."
-    if run.plan.get("algorithm") != "ldp_fedsgd":
-        return (
-            "No rate bound: it holds for algorithms that reply with one noisy gradient, as "
-            f"ldp_fedsgd does, and not for {run.plan.get('algorithm')}."
-        )
-    mechanism = run.privacy.get("mechanism")
-    if mechanism not in _MECHANISM:
-        return f"No rate bound: the mechanism {mechanism!r} is not known to this version."
-    if mechanism != "batch_clipped" and run.privacy["sizes"] != "public":
-        return (
-            "No rate bound: for clipped records it needs their exact number, and sizes are noisy."
-        )
-    if not run.summary.get("model_parameters") or not sum(_replies(run, run.records).values()):
-        return "No rate bound yet: the run has not ended, or no site has replied."
-    return ""
 
 
 def _replies(run: RunSummary, rounds: Sequence[RoundRecord]) -> dict[str, int]:
@@ -126,19 +92,6 @@ def _replies(run: RunSummary, rounds: Sequence[RoundRecord]) -> dict[str, int]:
 def _without_evaluation(run: RunSummary) -> list[RoundRecord]:
     """Return the rounds whose bytes are those of training alone."""
     return [r for r in run.records if r.round and not (r.evaluation or r.unevaluated)]
-
-
-def _deviation(run: RunSummary, site: SitePrivacy) -> float:
-    """Return the standard deviation of a released coordinate's noise."""
-    divisor = 1.0 if run.privacy["mechanism"] == "batch_clipped" else site.rate * site.size
-    return site.sigmas["gradient"] * site.clip / divisor
-
-
-def _bound(run: RunSummary, site: SitePrivacy, d: int) -> float:
-    moment = site.clip**2
-    if run.privacy["mechanism"] != "batch_clipped":
-        moment = mean_of_clipped_moment(site.size, site.rate, site.clip)
-    return entropy_bound(d, moment, _deviation(run, site) ** 2)
 
 
 def _in_bytes(name: str, sent: float, messages: int, d: int) -> _Row:

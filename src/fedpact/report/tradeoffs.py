@@ -22,10 +22,10 @@ coordinate on its clipped batch mean. Rates are in nats a client and round.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import numpy as np
 from rich.console import Console
@@ -53,14 +53,10 @@ def unconditional_noise(
 ) -> float:
     """Return the paper's σ, noise over C a coordinate, by one of its four bounds. No guarantee.
 
-    It is what the formula gives, whether its conditions (`violations`) hold or not.
-
+    It is what the formula gives, whether its conditions (`violations`) hold or not. q: in (0, 1).
     log: the logarithm of "proposed", MA and AC1's last step (the paper's printed numbers come of
-    base 10). Raises InputError where it gives no positive variance, or q = 1.
+    base 10). Raises InputError where it gives no positive variance.
     """
-    check.count(steps=steps)
-    if not 0 < q < 1:
-        raise InputError(f"q is {q!r}: expected 0 < q < 1, the bounds divide by 1 - q")
     pre = 4 * q**2 / (1 - q)
     epsilon, delta = budget.epsilon, budget.delta
     moments = 2 / epsilon**2 * log(1 / delta) + 1 / epsilon
@@ -72,10 +68,8 @@ def unconditional_noise(
     elif bound == "AC1":
         each = _advanced_composition(budget, steps)
         variance = pre * 2 * log(1.25 / each.delta) / each.epsilon**2
-    elif bound == "AC2":
-        variance = pre * 8 * steps * math.log(math.e + epsilon / delta) / epsilon**2
     else:
-        raise InputError(f"bound is {bound!r}: expected one of {', '.join(OLD_BOUNDS)}")
+        variance = pre * 8 * steps * math.log(math.e + epsilon / delta) / epsilon**2
     if not variance > 0:
         raise InputError(
             f"bound is {bound!r}: at (ε = {epsilon:g}, δ = {delta:g}) its bracket is "
@@ -132,7 +126,7 @@ def exact_noise(budget: Budget, q: float, steps: int, accountant: Accountant = "
 
 @dataclass(frozen=True)
 class Problem:
-    """The numbers of the paper's example. Raises InputError, also for C > G."""
+    """The numbers of the paper's example."""
 
     dimension: int = 10_000
     clients: int = 100
@@ -143,29 +137,12 @@ class Problem:
     q: float = 1e-3
     delta: float = 1e-4
 
-    def __post_init__(self) -> None:
-        check.count(dimension=self.dimension)
-        check.count(clients=self.clients)
-        check.positive(smoothness=self.smoothness)
-        check.positive(convexity=self.convexity)
-        check.rate(q=self.q)
-        check.fraction(delta=self.delta)
-        check.positive(clip=self.clip)
-        check.positive(gradient_bound=self.gradient_bound)
-        if not self.clip <= self.gradient_bound:
-            raise InputError(
-                f"clip is {self.clip!r} and gradient_bound is {self.gradient_bound!r}: the utility "
-                "bound needs C <= G; expected a smaller clip"
-            )
-
 
 def utility_bound(problem: Problem, variance: float, steps: int) -> float:
     """Return U(T) = λ²T/(μG²) · min(1/2, 1/(1 + dσ²)), a lower bound on 1/(E loss - optimum).
 
     variance: σ² of the aggregate, a coordinate, in units of C².
     """
-    check.non_negative(variance=variance)
-    check.count(steps=steps)
     scale = problem.convexity**2 * steps / (problem.smoothness * problem.gradient_bound**2)
     return scale * min(0.5, 1 / (1 + problem.dimension * variance))
 
@@ -176,9 +153,7 @@ def entropy_bound(dimension: int, moment: float, variance: float) -> float:
     m = `moment` >= E‖X‖², v = `variance` >= 0, not both 0. Of all laws with that second moment the
     Gaussian has the most differential entropy (Cover and Thomas, Theorem 8.6.5, and Jensen).
     """
-    check.count(dimension=dimension)
-    each = check.non_negative(moment=moment) / dimension + check.non_negative(variance=variance)
-    return dimension / 2 * math.log(2 * math.pi * math.e * check.positive(moment_or_variance=each))
+    return dimension / 2 * math.log(2 * math.pi * math.e * (moment / dimension + variance))
 
 
 def rate_bound(dimension: int, sigma: float, clip: float) -> float:
@@ -187,17 +162,7 @@ def rate_bound(dimension: int, sigma: float, clip: float) -> float:
     `entropy_bound` of a vector of at most C with noise of σC. Differential entropy: with a
     quantisation step s see `bits_on_the_wire`.
     """
-    moment = check.positive(clip=clip) ** 2
-    return entropy_bound(dimension, moment, moment * check.non_negative(sigma=sigma) ** 2)
-
-
-def mean_of_clipped_moment(size: float, rate: float, clip: float) -> float:
-    """Return C² (1 + (1 - q)/(qN)), the most E‖X‖² of X, a Poisson batch's clipped sum over qN.
-
-    size: N, the number of records; ‖X‖ <= C B/(qN) with B records drawn, B ~ Binomial(N, q).
-    """
-    expected = check.positive(size=size) * check.rate(rate=rate)
-    return check.positive(clip=clip) ** 2 * (1 + (1 - rate) / expected)
+    return entropy_bound(dimension, clip**2, (sigma * clip) ** 2)
 
 
 def paper_rate(dimension: int, sigma: float, clip: float) -> float:
@@ -206,15 +171,12 @@ def paper_rate(dimension: int, sigma: float, clip: float) -> float:
     It rests on h(X + Y) <= h(X) + h(Y), which differential entropy does not satisfy, and can lie
     below the entropy of the noise alone.
     """
-    check.count(dimension=dimension)
-    inner = check.positive(clip=clip) ** 2 * check.positive(sigma=sigma) / math.sqrt(dimension)
-    return dimension * math.log(2 * math.pi * math.e * inner)
+    return dimension * math.log(2 * math.pi * math.e * clip**2 * sigma / math.sqrt(dimension))
 
 
 def bits_on_the_wire(rate: float, dimension: int, step: float) -> float:
     """Return (R - d ln s)/ln 2, the bits of a release of rate R (nats) quantised with step s."""
-    check.finite(rate=rate)
-    return (rate - dimension * math.log(check.positive(step=step))) / math.log(2)
+    return (rate - dimension * math.log(step)) / math.log(2)
 
 
 @dataclass(frozen=True)
@@ -247,53 +209,37 @@ class Point:
 _PAPER_DIVISOR: Final = 10
 
 
-def old_point(
-    problem: Problem, bound: OldBound, epsilon: float, steps: int, paper: bool = False
+def find_point(
+    problem: Problem, curve: OldBound | Accountant, epsilon: float, steps: int, paper: bool = False
 ) -> Point:
-    """Return one older bound's σ, with what follows from it; paper: by the printed conventions.
+    """Return a bound's σ, with what follows from it; paper: by the printed conventions.
 
-    A σ outside the bound's own conditions comes with notes that name them; where the formula
-    gives none, sigma is None.
+    Of an accountant: the smallest σ with a proof. Of an older bound, notes name the conditions of
+    its own that σ fails; where the formula gives none, sigma is None. All clients are alike: the
+    aggregate's variance is σ²/K.
     """
-    budget = Budget(epsilon, problem.delta)
-    inside = max(1, steps // _PAPER_DIVISOR) if paper else steps
-    log = math.log10 if paper else math.log
-    try:
-        sigma = unconditional_noise(bound, budget, problem.q, inside, log)
-    except InputError as error:
-        return Point(bound, epsilon, steps, None, None, None, (str(error),))
-    notes = violations(sigma, budget, problem.q)
-    return _point(problem, bound, epsilon, steps, sigma, notes)
-
-
-def with_proof(problem: Problem, point: Point) -> Point:
-    """Return the point with the ε that its σ keeps, by privacy loss distributions."""
-    if point.sigma is None:
-        return point
-    # Sensitivity 2C, as `exact_noise` has it.
-    event = SampledGaussian(problem.q, point.sigma / 2)
-    return replace(point, proven=epsilon_of({event: point.steps}, problem.delta, "pld"))
-
-
-def exact_point(problem: Problem, accountant: Accountant, epsilon: float, steps: int) -> Point:
-    """Return the smallest σ with a proof at (ε, δ), with what follows from it."""
-    sigma = exact_noise(Budget(epsilon, problem.delta), problem.q, steps, accountant)
-    return _point(problem, accountant, epsilon, steps, sigma, ())
-
-
-def _point(
-    problem: Problem, curve: str, epsilon: float, steps: int, sigma: float, notes: Sequence[str]
-) -> Point:
-    """All clients alike: the aggregate's variance is σ²/K, and each sends at the same rate."""
+    budget, q, notes = Budget(epsilon, problem.delta), problem.q, list[str]()
+    if curve in OLD_BOUNDS:
+        inside = max(1, steps // _PAPER_DIVISOR) if paper else steps
+        log = math.log10 if paper else math.log
+        try:
+            sigma = unconditional_noise(cast(OldBound, curve), budget, q, inside, log)
+        except InputError as error:
+            return Point(curve, epsilon, steps, None, None, None, (str(error),))
+        notes = violations(sigma, budget, q)
+    else:
+        sigma = exact_noise(budget, q, steps, cast(Accountant, curve))
     utility = utility_bound(problem, sigma**2 / problem.clients, steps)
     rate = rate_bound(problem.dimension, sigma, problem.clip)
-    return Point(curve, epsilon, steps, sigma, utility, rate, tuple(notes))
+    # Sensitivity 2C, as `exact_noise` has it.
+    proven = epsilon_of({SampledGaussian(q, sigma / 2): steps}, problem.delta, "pld")
+    return Point(curve, epsilon, steps, sigma, utility, rate, tuple(notes), proven)
 
 
 STEP_COUNTS = (70_000, 700_000)
 EPSILONS = (0.3, 0.5, 1.0, 2.0, 4.0)
 EXACT_ACCOUNTANTS: tuple[Accountant, ...] = ("rdp", "pld")
-STYLES = {"rdp": "s-.k", "pld": "o-k"}
+STYLES = {"rdp": ("k", "s-."), "pld": ("k", "o-")}
 LABELS = {"rdp": "RDP, proven", "pld": "PLD, proven"}
 GUARANTEE = (
     "RDP and PLD: proven (ε, δ)-differential privacy for each client, add/remove one record, over "
@@ -306,24 +252,19 @@ PAPER = (
 )
 
 
-@dataclass(frozen=True)
-class TradeoffQuestion:
-    """What is asked: the problem (q, δ), numbers of rounds T, ε; paper: by the printed numbers."""
-
-    problem: Problem
-    steps: Sequence[int]
-    epsilons: Sequence[float]
-    paper: bool = False
-
-
-def build_question(
+def tradeoffs(
     preset: str | None,
     q: float | None,
     delta: float | None,
     steps: Sequence[int],
     epsilons: Sequence[float],
-) -> TradeoffQuestion:
-    """Return the question, with the paper's numbers where none are given. Raises InputError."""
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Carry out `fedpact tradeoffs`, with the paper's numbers where none are given.
+
+    Raises InputError: a number out of range, another suffix, or a file out of reach.
+    """
     if preset not in (None, "paper"):
         raise InputError(f"--preset is {preset!r}: expected paper, or no preset")
     if preset and (q is not None or delta is not None or steps):
@@ -331,59 +272,49 @@ def build_question(
             "--preset paper has the printed q, δ and T: leave --q, --delta and --steps out, or "
             "the preset"
         )
-    usual = Problem()
-    problem = Problem(q=usual.q if q is None else q, delta=usual.delta if delta is None else delta)
-    for number in steps:
-        check.count(steps=number)
-    for epsilon in epsilons:
-        check.positive(epsilon=epsilon)
-    chosen = sorted(set(steps or STEP_COUNTS)), sorted(set(epsilons or EPSILONS))
-    return TradeoffQuestion(problem, *chosen, paper=preset == "paper")
-
-
-def tradeoffs(question: TradeoffQuestion, out: Path | None, as_json: bool) -> None:
-    """Carry out `fedpact tradeoffs`. Raises InputError: another suffix, or a file out of reach."""
+    usual, paper = Problem(), preset == "paper"
+    # The bounds divide by 1 - q.
+    q = check.fraction(q=usual.q if q is None else q)
+    problem = replace(usual, q=q, delta=check.fraction(delta=usual.delta if delta is None else delta))
+    steps = sorted({check.count(steps=number) for number in steps or STEP_COUNTS})
+    epsilons = sorted({check.positive(epsilon=epsilon) for epsilon in epsilons or EPSILONS})
     if out is not None:
         check_file("--out", out, ".png", ".svg")
-    problem, paper = question.problem, question.paper
-    console, points, budgets = Console(stderr=True), list[Point](), len(question.epsilons)
-    asked = [(steps, epsilon) for steps in question.steps for epsilon in question.epsilons]
-    for done, (steps, epsilon) in enumerate(asked):
-        if done % budgets == 0:
-            told = f"T = {steps:,}: calibrating σ by exact accounting, {done} of {len(asked)} done"
-            console.print(told, highlight=False)
-        some = (
-            *(old_point(problem, bound, epsilon, steps, paper) for bound in OLD_BOUNDS),
-            *(exact_point(problem, by, epsilon, steps) for by in EXACT_ACCOUNTANTS),
-        )
-        points += [with_proof(problem, point) for point in some]
+    console, points = Console(stderr=True), list[Point]()
+    for number in steps:
+        console.print(f"T = {number:,}: calibrating σ by exact accounting", highlight=False)
+        points += [
+            find_point(problem, curve, epsilon, number, paper)
+            for epsilon in epsilons
+            for curve in (*OLD_BOUNDS, *EXACT_ACCOUNTANTS)
+        ]
     if out is not None:
-        _draw(question, points, out)
+        _draw(problem, points, out)
     if as_json:
-        print(json.dumps(strict(_document(question, points)), indent=2, allow_nan=False))
+        print(json.dumps(strict(_document(problem, paper, points)), indent=2, allow_nan=False))
     else:
-        _show(question, points)
+        _show(problem, paper, points)
 
 
-def _document(question: TradeoffQuestion, points: list[Point]) -> dict[str, Any]:
+def _document(problem: Problem, paper: bool, points: list[Point]) -> dict[str, Any]:
     return {
-        "problem": asdict(question.problem),
-        "preset": "paper" if question.paper else None,
+        "problem": asdict(problem),
+        "preset": "paper" if paper else None,
         "guarantee": GUARANTEE,
         "units": {"sigma": "noise over C a coordinate", "rate": "nats a client and round"},
         "points": [{**asdict(point), "unsound": point.unsound} for point in points],
     }
 
 
-def _show(question: TradeoffQuestion, points: list[Point]) -> None:
-    console, problem = Console(), question.problem
-    for steps in question.steps:
+def _show(problem: Problem, paper: bool, points: list[Point]) -> None:
+    console = Console()
+    for steps in dict.fromkeys(point.steps for point in points):
         title = f"T = {steps:,}, δ = {problem.delta:g}, q = {problem.q:g}; rate in nats a round"
         columns = ("bound", "σ", "ε, proven", "", "utility", "rate", "own conditions")
         rows = [_cells(point) for point in points if point.steps == steps]
         TextTable(columns, rows, first="ε").print(console, title)
     console.print(GUARANTEE + ".")
-    if question.paper:
+    if paper:
         console.print(PAPER + ".")
 
 
@@ -404,42 +335,36 @@ _QUANTITIES: list[tuple[str, Callable[[Point], float | None]]] = [
 ]
 
 
-def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
+def _draw(problem: Problem, points: list[Point], out: Path) -> None:
     """Draw σ², utility and rate against ε for every T: the paper's Figure 1, with exact curves.
 
-    Thin and dotted where a bound is unsound, or its own conditions fail. Raises InputError.
+    Dotted where a bound is unsound, or its own conditions fail. Raises InputError.
     """
-    problem, low, high = question.problem, min(question.epsilons), max(question.epsilons)
     from matplotlib.figure import Figure
 
     from fedpact.report.drawing import save_figure
 
-    grid = [float(e) for e in np.geomspace(low, high, 40 if high > low else 1)]
-    figure = Figure(figsize=(1 + 4.5 * len(question.steps), 10), layout="constrained")
-    axes: Any = figure.subplots(3, len(question.steps), sharex=True, squeeze=False)
-    for column, steps in zip(axes.T, question.steps, strict=True):
-        exact = {
-            by: [p for p in points if (p.curve, p.steps) == (by, steps)] for by in EXACT_ACCOUNTANTS
-        }
-        old = [
-            [_mark(old_point(problem, bound, e, steps, question.paper), exact) for e in grid]
-            for bound in OLD_BOUNDS
-        ]
+    counts = list(dict.fromkeys(point.steps for point in points))
+    epsilons = list(dict.fromkeys(point.epsilon for point in points))
+    figure = Figure(figsize=(1 + 4.5 * len(counts), 10), layout="constrained")
+    axes: Any = figure.subplots(3, len(counts), sharex=True, squeeze=False)
+    for column, steps in zip(axes.T, counts, strict=True):
         for axis, (title, value) in zip(column, _QUANTITIES, strict=True):
-            for number, curve in enumerate(old):
+            for number, name in enumerate((*OLD_BOUNDS, *EXACT_ACCOUNTANTS)):
+                curve = [p for p in points if (p.curve, p.steps) == (name, steps)]
                 every = [np.nan if (v := value(p)) is None else v for p in curve]
-                holds = [np.nan if p.notes else y for p, y in zip(curve, every, strict=True)]
-                colour = f"C{number}"
-                axis.plot(grid, every, linestyle=":", linewidth=1, color=colour)
-                axis.plot(grid, holds, linewidth=1.5, color=colour, label=curve[0].curve)
-            for by, proven in exact.items():
-                xs, ys = [p.epsilon for p in proven], [value(p) for p in proven]
-                axis.plot(xs, ys, STYLES[by], ms=4, lw=2, label=LABELS[by])
+                colour, style = STYLES.get(name, (f"C{number}", ".-"))
+                sound = [
+                    np.nan if p.notes or p.unsound else y for p, y in zip(curve, every, strict=True)
+                ]
+                axis.plot(epsilons, every, ":", lw=1, color=colour)
+                label = LABELS.get(name, name)
+                axis.plot(epsilons, sound, style, ms=4, color=colour, label=label)
             axis.set(xscale="log", yscale="log", ylabel=title)
             axis.grid(alpha=0.3)
         column[0].set_title(f"T = {steps:,}")
         column[2].set(yscale="linear", xlabel="ε")
-        column[2].set_xticks(question.epsilons, [f"{e:g}" for e in question.epsilons])
+        column[2].set_xticks(epsilons, [f"{e:g}" for e in epsilons])
         column[2].minorticks_off()
     axes[0][0].legend(fontsize="small")
     figure.suptitle(
@@ -449,13 +374,3 @@ def _draw(question: TradeoffQuestion, points: list[Point], out: Path) -> None:
         fontsize="medium",
     )
     save_figure(figure, out)
-
-
-def _mark(point: Point, exact: Mapping[str, list[Point]]) -> Point:
-    """Return the point, noted where its σ is below the least with a proof, between known ones."""
-    known = [p for p in exact[EXACT_ACCOUNTANTS[-1]] if p.sigma]
-    epsilons, sigmas = ([math.log(getattr(p, key)) for p in known] for key in ("epsilon", "sigma"))
-    least = float(np.interp(math.log(point.epsilon), epsilons, sigmas))
-    if point.sigma is not None and math.log(point.sigma) < least - 0.01:
-        return replace(point, notes=(*point.notes, "unsound"))
-    return point

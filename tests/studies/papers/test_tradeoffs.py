@@ -4,17 +4,13 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import binom, multivariate_normal, norm
+from scipy.stats import multivariate_normal, norm
 
-from fedpact.common.errors import InputError
-from fedpact.report import tradeoffs
 from fedpact.report.tradeoffs import (
     Problem,
     bits_on_the_wire,
     entropy_bound,
-    exact_point,
-    mean_of_clipped_moment,
-    old_point,
+    find_point,
     rate_bound,
     utility_bound,
 )
@@ -29,20 +25,20 @@ def gaussian_entropy(dimension, deviation):
 def test_the_printed_example():
     """For ε = 0.3, "T = 7e4". The paper prints 0.22 for AC1, which its formula does not give."""
     printed = {"proposed": 25.83, "MA": 10.79, "AC1": 0.24, "AC2": 1.40}
-    points = [old_point(PROBLEM, bound, 0.3, 70_000, paper=True) for bound in printed]
+    points = [find_point(PROBLEM, bound, 0.3, 70_000, paper=True) for bound in printed]
     assert {p.curve: p.utility for p in points} == pytest.approx(printed, abs=6e-3)
 
 
 def test_points_outside_a_bounds_conditions_say_so():
-    assert old_point(PROBLEM, "MA", 2.0, 700_000).notes == ()
-    assert any("σ >= 1" in note for note in old_point(PROBLEM, "proposed", 4.0, 70_000).notes)
-    none = old_point(Problem(delta=1e-2), "proposed", 0.05, 70_000)
+    assert find_point(PROBLEM, "MA", 2.0, 700_000).notes == ()
+    assert any("σ >= 1" in note for note in find_point(PROBLEM, "proposed", 4.0, 70_000).notes)
+    none = find_point(Problem(delta=1e-2), "proposed", 0.05, 70_000)
     assert none.sigma is None
     assert "not positive" in none.notes[0]
 
 
 def test_an_exact_point_follows_from_its_sigma():
-    point = exact_point(PROBLEM, "rdp", 2.0, 70_000)
+    point = find_point(PROBLEM, "rdp", 2.0, 70_000)
     variance = point.sigma**2 / PROBLEM.clients
     assert point.utility == utility_bound(PROBLEM, variance, 70_000)
     assert point.rate == rate_bound(10_000, point.sigma, 1.0)
@@ -77,14 +73,6 @@ def test_entropy_bound_is_attained_by_gaussians_only():
         assert bound == pytest.approx(exact) if a == b else bound > exact
 
 
-@pytest.mark.parametrize(("size", "rate"), [(40, 0.25), (7, 1.0), (1, 0.5)])
-def test_clipped_sum_moment_is_that_of_its_record_count(size, rate):
-    # All records alike, each of length C = 3: ‖X‖ = C B/(qN), B ~ Binomial(N, q), summed exactly.
-    counts = np.arange(size + 1)
-    moment = np.sum(binom.pmf(counts, size, rate) * (3.0 * counts / (rate * size)) ** 2)
-    assert mean_of_clipped_moment(size, rate, 3.0) == pytest.approx(moment)
-
-
 def test_fine_step_bits_are_the_rounded_numbers_entropy():
     # A Gaussian in steps of a hundredth of its deviation, its cells' probabilities added up.
     edges = np.arange(-700.5, 701.5) / 100
@@ -96,20 +84,3 @@ def test_fine_step_bits_are_the_rounded_numbers_entropy():
 def test_bits_on_the_wire():
     # A uniform density on [0, 1) has entropy 0 nats; in steps of 2^-8 it takes 8 bits a number.
     assert bits_on_the_wire(0.0, 3, 2**-8) == pytest.approx(24)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: Problem(clip=6.0),
-        lambda: Problem(q=math.nan),
-        lambda: utility_bound(PROBLEM, math.nan, 10),
-        lambda: rate_bound(10, math.nan, 1.0),
-        lambda: bits_on_the_wire(1.0, 10, 0.0),
-        lambda: tradeoffs.exact_point(PROBLEM, "rdp", math.nan, 10),
-    ],
-)
-def test_invalid_input_is_refused(wrong):
-    with pytest.raises(ValueError):  # noqa: PT011 - InputError, and zip's for unequal lengths
-        wrong()
-    assert issubclass(InputError, ValueError)

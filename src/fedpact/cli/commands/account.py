@@ -345,5 +345,4 @@ def tradeoffs(
     """Compare noise, utility and rate by older composition bounds and by exact accounting."""
     from fedpact.report import tradeoffs as command
 
-    question = command.build_question(preset, q, delta, steps or (), epsilon or ())
-    command.tradeoffs(question, out, as_json)
+    command.tradeoffs(preset, q, delta, steps or (), epsilon or (), out, as_json)
