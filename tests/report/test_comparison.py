@@ -32,7 +32,7 @@ from fedpact.report.comparison import (
     tabulate_sweep,
     write_comparison,
 )
-from fedpact.report.comparison_charts import curve, draw_paired, series, sweeps
+from fedpact.report.comparison_charts import curve, series, sweeps
 from fedpact.studies.compare import read_plans
 
 from .conftest import change, terms
@@ -585,7 +585,6 @@ def test_of_one_seed_or_no_figure_nothing_is_said(tmp_path):
     assert (only.entry.name, only.p) == ("two", 1.0)
     assert math.isnan(only.low)
     assert paired_table(comparison).rows[0][:4] == ("two minus one", "+10.00", "–", "–")  # type: ignore[union-attr]
-    assert draw_paired(comparison) is None
 
 
 @pytest.mark.drawn

@@ -1,16 +1,13 @@
 """The charts of a run. Each function returns a Chart, or None if there is nothing to draw."""
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.ticker import FuncFormatter
 
 from fedpact.common.format import choose_byte_unit, count_noun, number, percent, size, upper
-from fedpact.common.messages import RoundRecord
 from fedpact.evaluation.metrics import METRICS, find_display, ranking
 from fedpact.report.drawing import (
     BLUE,
@@ -29,84 +26,60 @@ from fedpact.report.drawing import (
     shorten,
     thin,
 )
-from fedpact.report.run_summary import RunSummary, SitePrivacy
-
-_COLOURS = (BLUE, GREEN, RED)
-
-Sites = Mapping[str, SitePrivacy]
+from fedpact.report.run_summary import RunSummary
 
 
 def draw_epsilon(run: RunSummary) -> Chart | None:
-    """ε spent by each site over rounds, and the budgets; None in a plain run.
+    """ε spent by each site over rounds, and the budget; None in a plain run.
 
-    With many different budgets, ε is drawn as a share of each site's budget.
+    With different budgets, ε is drawn as a share of each site's budget.
     """
     records = thin([record for record in run.records if record.epsilon])
     if not (run.private and records):
         return None
-    title = "ε spent over rounds"
-    groups: dict[tuple[float, float], dict[str, SitePrivacy]] = {}
-    for name, site in sorted(run.site_privacy.items(), key=lambda item: _budget(item[1])):
-        groups.setdefault(_budget(site), {})[name] = site
-    shares = len(groups) > len(_COLOURS)
-    with sheet() as chart:
-        axes = chart.pair("round", "share of the budget's ε" if shares else "ε")
-        if shares:
-            _spending(axes, records, run.site_privacy, BLUE, relative=True)
-            axes.axhline(1, color=INK, lw=1.2, ls="--", label="budget")
-        else:
-            for colour, sites in zip(_COLOURS, groups.values(), strict=False):
-                _spending(axes, records, sites, colour)
-            for colour, (allowed, delta) in zip(_COLOURS, groups, strict=False):
-                budget = f"budget (ε = {upper(allowed)}, δ = {upper(delta)})"
-                axes.axhline(allowed, color=colour, lw=1.2, ls="--", label=budget)
-        axes.set_ylim(bottom=0)
-        rounds_axis(axes)
-    return chart.named(title, _caption(run, groups, shares))
-
-
-def _budget(site: SitePrivacy) -> tuple[float, float]:
-    return site.epsilon_allowed, site.delta
-
-
-def _spending(
-    axes: Axes, records: Sequence[RoundRecord], sites: Sites, colour: str, relative: bool = False
-) -> None:
+    sites = run.site_privacy
+    budgets = {(site.epsilon_allowed, site.delta) for site in sites.values()}
+    allowed, delta = max(budgets)
+    shares = len(budgets) > 1
     rounds = np.array([record.round for record in records])
     spent = np.array([[r.epsilon.get(name, np.nan) for name in sites] for r in records], float)
-    if relative:
+    if shares:
         spent = spent / [site.epsilon_allowed for site in sites.values()]
     # Infinite and unknown values leave a gap.
     spent[~np.isfinite(spent)] = np.nan
-    label = count_noun(len(sites), "site")
-    if len(sites) <= MANY:
-        look: dict[str, Any] = {"lw": 1.4, "alpha": 0.8, "marker": marker(len(rounds)), "ms": 3}
-        for i, column in enumerate(spent.T):
-            axes.plot(rounds, column, color=colour, label="_" if i else label, **look)
-        return
-    known = ~np.isnan(spent).all(1)
-    low, middle, high = np.nanquantile(spent[known], (0, 0.5, 1), axis=1)
-    label = f"all {label}"
-    axes.fill_between(rounds[known], low, high, color=colour, alpha=0.18, lw=0, label=label)
-    axes.plot(rounds[known], middle, color=colour, label="median site")
-
-
-def _caption(run: RunSummary, groups: Mapping[tuple[float, float], object], shares: bool) -> str:
-    guarantee = (
+    with sheet() as chart:
+        axes = chart.pair("round", "share of the budget's ε" if shares else "ε")
+        label = count_noun(len(sites), "site")
+        if len(sites) <= MANY:
+            look: dict[str, Any] = {"lw": 1.4, "alpha": 0.8, "marker": marker(len(rounds)), "ms": 3}
+            for i, column in enumerate(spent.T):
+                axes.plot(rounds, column, color=BLUE, label="_" if i else label, **look)
+        else:
+            known = ~np.isnan(spent).all(1)
+            low, middle, high = np.nanquantile(spent[known], (0, 0.5, 1), axis=1)
+            label = f"all {label}"
+            axes.fill_between(rounds[known], low, high, color=BLUE, alpha=0.18, lw=0, label=label)
+            axes.plot(rounds[known], middle, color=BLUE, label="median site")
+        budget = "budget" if shares else f"budget (ε = {upper(allowed)}, δ = {upper(delta)})"
+        axes.axhline(1 if shares else allowed, color=INK, lw=1.2, ls="--", label=budget)
+        axes.set_ylim(bottom=0)
+        rounds_axis(axes)
+    caption = (
         f"Upper bounds on ε at each site's δ; adjacency: {run.privacy['adjacency']}; accountant: "
         f"{run.privacy['accountant']}. "
     )
     if shares:
-        guarantee += (
-            f"The sites have {len(groups)} different budgets, so each curve is relative to its "
+        caption += (
+            f"The sites have {len(budgets)} different budgets, so each curve is relative to its "
             "own budget. "
         )
     if run.spent and run.spent.condition:
-        guarantee += (
+        caption += (
             f"They assume {run.spent.condition}; if all others collude, ε is at most "
             f"{upper(run.spent.alone)}. "
         )
-    return guarantee + "No line may cross its dashed budget: a site stops answering before it does."
+    caption += "No line may cross its dashed budget: a site stops answering before it does."
+    return chart.named("ε spent over rounds", caption)
 
 
 def traffic(run: RunSummary) -> Chart | None:
@@ -235,63 +208,38 @@ def _over_rounds(
 
 
 def site_accuracy(run: RunSummary) -> Chart | None:
-    """Accuracy of each site, worst first; as quantiles if there are many sites."""
+    """Accuracy of each site, worst first; the worst ones if there are many sites."""
     scores = {n: s for n, s in run.scores.items() if math.isfinite(s.accuracy)}
     if not scores:
         return None
-    title = "Accuracy of the sites"
-    names = ranking(scores)
+    names = ranking(scores)[:MANY]
     values = [scores[name].accuracy for name in names]
     overall = run.evaluated[-1].accuracy if run.evaluated else None
-    many = len(names) > MANY
-    with sheet(2.5 if many else 0.75 + 0.24 * len(names)) as chart:
-        if many:
-            axes = chart.pair("share of the sites", "accuracy at most")
-            _quantile_curve(axes, values)
-            line = axes.axhline
-        else:
-            axes = chart.pair("accuracy", "")
-            _site_bars(axes, names, values)
-            line = axes.axvline
+    with sheet(0.75 + 0.24 * len(names)) as chart:
+        axes, at = chart.pair("accuracy", ""), range(len(names))
+        axes.barh(at, values, height=0.68, color=[RED] + [BLUE] * (len(names) - 1))
+        for y, value in enumerate(values):
+            # Outside the axes, where no line crosses the text.
+            beside = axes.get_yaxis_transform()
+            axes.text(1.02, y, percent(value), transform=beside, va="center", color=INK)
+        axes.set_yticks(at, [shorten(name, 14) for name in names])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlim(0, 1.05 * max(*values, 0.01))
+        axes.grid(visible=False, axis="y")
+        axes.grid(visible=True, axis="x")
+        percent_axis(axes, "x")
         if overall is not None and math.isfinite(overall):
-            line(overall, color=INK, lw=1.2, ls="--", label=f"global {percent(overall)}")
-    caption = "The sites from worst to best, on their own held-out records. Look at how far the "
-    if many:
-        caption += (
-            "left end stays below the dashed global line: at x = 10 % the curve shows the "
-            f"accuracy that the worst tenth of the {len(names):,} sites does not exceed."
-        )
-    else:
-        caption += "top bar stays behind the dashed global line."
-    return chart.named(title, caption, simulator_only=True)
-
-
-def _quantile_curve(axes: Axes, values: Sequence[float]) -> None:
-    at = np.linspace(0, 1, 201)
-    curve = np.quantile(values, at)
-    axes.plot(at, curve, color=BLUE)
-    tenth = at <= 0.1
-    axes.plot(at[tenth], curve[tenth], color=RED, lw=3, label="worst 10 % of the sites")
-    axes.margins(x=0)
-    percent_axis(axes, "x")
-    percent_axis(axes)
-
-
-def _site_bars(axes: Axes, names: Sequence[str], values: Sequence[float]) -> None:
-    at = range(len(names))
-    axes.barh(at, values, height=0.68, color=[RED] + [BLUE] * (len(names) - 1))
-    longest = max(*values, 0.01)
-    for y, value in zip(at, values, strict=True):
-        # Outside the axes, where no line crosses the text.
-        beside = axes.get_yaxis_transform()
-        axes.text(1.02, y, percent(value), transform=beside, va="center", color=INK)
-    axes.set_yticks(at, [shorten(name, 14) for name in names])
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, 1.05 * longest)
-    axes.grid(visible=False, axis="y")
-    axes.grid(visible=True, axis="x")
-    percent_axis(axes, "x")
+            label = f"global {percent(overall)}"
+            axes.axvline(overall, color=INK, lw=1.2, ls="--", label=label)
+    which = (
+        f"The worst {len(names)} of {len(scores):,} sites" if len(scores) > MANY else "The sites"
+    )
+    caption = (
+        f"{which}, the worst first, on their own held-out records. Look at how far the top bar "
+        "stays behind the dashed global line."
+    )
+    return chart.named("Accuracy of the sites", caption, simulator_only=True)
 
 
 def draw_labels(run: RunSummary) -> Chart | None:

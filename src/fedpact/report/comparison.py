@@ -17,7 +17,6 @@ from fedpact.evaluation.metrics import find_display
 from fedpact.report.compared_runs import Comparison, Entry, name_swept_value, run_folder
 from fedpact.report.comparison_charts import (
     SWEPT,
-    draw_paired,
     name_pair,
     on_the_way,
     series,
@@ -481,7 +480,6 @@ def render_comparison(comparison: Comparison) -> str:
         sweeps={k: (tabulate_sweep(comparison, k), d) for k, d in sweeps(comparison).items()},
         paired=paired_table(comparison),
         paired_note=PAIRED_NOTE,
-        differences_drawn=draw_paired(comparison),
         joining={
             e.name: (sentence, joining_table(joining_rows(e.runs)))
             for e in entries

@@ -18,8 +18,6 @@ from fedpact.report.drawing import (
     BLUE,
     GREEN,
     GREY,
-    INK,
-    MANY,
     ORANGE,
     RED,
     Chart,
@@ -200,47 +198,13 @@ def _look(i: int) -> dict[str, Any]:
     return {"ms": 4, **{name: kinds[i % len(kinds)] for kinds, name in marks}}
 
 
-def name_pair(comparison: Comparison, one: PairedDifference, *, short: bool = False) -> str:
-    """Return a description such as "fedprox minus fedavg at ε = 1"; short: "fedprox, ε = 1"."""
+def name_pair(comparison: Comparison, one: PairedDifference) -> str:
+    """Return a description such as "fedprox minus fedavg at ε = 1"."""
     first, second, at = one.entry.base, one.reference.base, str(one.entry.point)
     if first == second:
         whose = f"{first}: " if len({entry.base for entry in comparison.entries}) > 1 else ""
-        return at if short else f"{whose}{at} minus {one.reference.point}"
-    if short:
-        return f"{first}, {at}" if at else first
+        return f"{whose}{at} minus {one.reference.point}"
     return f"{first} minus {second}" + (f" at {at}" if at else "")
-
-
-def draw_paired(comparison: Comparison) -> Chart | None:
-    """Draw the differences of accuracy or loss, with their intervals."""
-    measure = comparison.judged
-    known = [d for d in comparison.pair(SWEPT[measure]) if d.known]
-    found = known[:MANY]
-    if not found:
-        return None
-    with sheet(1 + 0.24 * len(found)) as chart:
-        scale = 100 if measure == "accuracy" else 1
-        axes = chart.pair("percentage points" if scale > 1 else "difference of mean loss", "")
-        axes.axvline(0, color=INK, lw=1.2)
-        for y, one in enumerate(found):
-            surely = one.p < 0.05
-            colour = BLUE if surely else GREY
-            axes.plot([scale * one.low, scale * one.high], [y, y], color=colour)
-            face = colour if surely else "none"
-            axes.plot([scale * one.mean], [y], "o", color=colour, mfc=face, ms=5)
-        names = [shorten(name_pair(comparison, one, short=True)) for one in found]
-        axes.set_yticks(range(len(found)), names)
-        axes.set_ylim(len(found) - 0.4, -0.6)
-        axes.grid(visible=True, axis="x")
-        axes.grid(visible=False, axis="y")
-    caption = (
-        "Mean over seeds, with its 95 % interval. Filled: more than chance, after correction for "
-        "all differences."
-    )
-    if len(known) > MANY:
-        caption += f" Drawn are the first {MANY} of {len(known)}."
-    title = f"{measure.capitalize()}: difference from {found[0].reference.base}"
-    return chart.named(title, caption, comparison.pooled)
 
 
 def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:

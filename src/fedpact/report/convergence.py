@@ -54,11 +54,12 @@ def _wire_table(message: str, rows: Sequence[_Row], notes: list[str]) -> WireTab
 
 
 def rates(run: RunSummary) -> WireTable | None:
-    """Return the table of rate bounds; None of runs that do not reply with a clipped mean."""
+    """Return the table of rate bounds; None unless replies are one noisy clipped mean."""
     rounds = _without_evaluation(run)
     replies = _replies(run, rounds)
     d, total = int(run.summary.get("model_parameters") or 0), sum(replies.values())
-    if run.privacy.get("mechanism") != "batch_clipped" or not d * total:
+    clipped_mean = run.privacy.get("mechanism") == "batch_clipped"
+    if not (clipped_mean and run.plan.get("algorithm") == "ldp_fedsgd" and d * total):
         return None
     sigmas = {name: site.sigmas["gradient"] for name, site in run.site_privacy.items()}
     clips = {name: site.clip for name, site in run.site_privacy.items()}

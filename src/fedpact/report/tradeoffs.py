@@ -275,7 +275,9 @@ def tradeoffs(
     usual, paper = Problem(), preset == "paper"
     # The bounds divide by 1 - q.
     q = check.fraction(q=usual.q if q is None else q)
-    problem = replace(usual, q=q, delta=check.fraction(delta=usual.delta if delta is None else delta))
+    problem = replace(
+        usual, q=q, delta=check.fraction(delta=usual.delta if delta is None else delta)
+    )
     steps = sorted({check.count(steps=number) for number in steps or STEP_COUNTS})
     epsilons = sorted({check.positive(epsilon=epsilon) for epsilon in epsilons or EPSILONS})
     if out is not None:

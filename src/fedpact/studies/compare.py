@@ -39,7 +39,7 @@ from fedpact.report.comparison import (
     run_figures,
     write_comparison,
 )
-from fedpact.report.comparison_charts import draw_paired, on_the_way, sweeps
+from fedpact.report.comparison_charts import on_the_way, sweeps
 from fedpact.report.page import write_report
 from fedpact.report.run_summary import RunSummary
 from fedpact.report.tuning_cost import count_tuning_cost as trying
@@ -90,8 +90,8 @@ class Compared(Comparison):
 
     def figures(self) -> dict[str, Any]:
         """Return the page's figures as matplotlib Figures, by title."""
-        rows = [*sweeps(self).values(), *on_the_way(self), [draw_paired(self)]]
-        return {drawing.title: drawing for row in rows for drawing in row if drawing}
+        rows = [*sweeps(self).values(), *on_the_way(self)]
+        return {drawing.title: drawing for row in rows for drawing in row}
 
 
 _ALONE = {"local": ("mr_mtl", ("settings.proximal=0.0", "settings.proximal_noise=0.0"))}
