@@ -8,10 +8,8 @@ import gc
 import io
 import logging
 import os
-import re
 import sys
 from importlib.metadata import version
-from shlex import quote
 from typing import Annotated, Any, NoReturn
 
 import click
@@ -43,22 +41,16 @@ class Commands(Group):
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; for an unknown option that is a key of the plan, suggest --set."""
+        """Run a command; for an unknown option, say how a key of the plan is set."""
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
             command = error.ctx.command if error.ctx else ctx.command
             if any(given.name == "overrides" for given in command.params):
-                from fedpact.cli.reference import keys_called
-
-                option = error.option_name
-                keys = keys_called(option.lstrip("-").replace("-", "_"))
-                typed = re.search(rf"{re.escape(option)}[= ]([^-\s]\S*)", " ".join(sys.argv))
-                value = quote(typed[1]) if typed else "VALUE"
-                ways = " or ".join(f"--set {key}={value}" for key in keys)
-                if ways:
-                    told = f"No such option {option}: it is set as {ways}"
-                    raise click.UsageError(told, error.ctx) from None
+                key = error.option_name.lstrip("-").replace("-", "_")
+                told = f"{error.format_message()} A plan's key is set as --set {key}=VALUE; "
+                told += f"`fedpact settings {key}` shows its full name."
+                raise click.UsageError(told, error.ctx) from None
             raise
 
 

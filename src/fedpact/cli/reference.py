@@ -144,19 +144,6 @@ def find(name: str) -> list[KeyTable]:
     raise PlanError(f"{name} is no known table or key: expected one of {', '.join(shown)}{meant}")
 
 
-def keys_called(name: str) -> list[str]:
-    """Return the dotted keys of this name or with this last part, [privacy] first.
-
-    This includes algorithms' settings and the names of `OTHER_NAMES`.
-    """
-    settings = [algorithm(one).settings for one in algorithm_names()]
-    every = [key for table in (*tables(), *settings) for key in table.keys]
-    found = {k.name for k in every if name in (k.last, k.name) and "NAME" not in k.name}
-    if not found and name in OTHER_NAMES:
-        return [OTHER_NAMES[name]]
-    return sorted(found, key=lambda key: (not key.startswith("privacy."), key))
-
-
 def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:
     """Raise PlanError, naming every unknown key of a configuration, as `Plan.read` does.
 
