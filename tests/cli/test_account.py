@@ -89,7 +89,7 @@ def test_an_infinite_bound_is_not_written_as_a_number():
         (("--q", "nan", "--sigma", "1", "--steps", "3"), InputError, "q is nan"),
         (("--q", "0.1", "--sigma", "1", "--steps", "-3"), InputError, "steps is -3"),
         ((*SETTING, "--delta", "0"), InputError, "delta is 0"),
-        ((*SETTING, "--accountant", "gdp"), InputError, "'gdp'"),
+        ((*SETTING, "--accountant", "gdp"), SystemExit, "2"),
         (("--q", "0.1", "--steps", "3", "--epsilon", "nan"), InputError, "epsilon is nan"),
         (
             ("--q", "0.1", "--steps", "3", "--epsilon", "1e-12", "--delta", "1e-30"),

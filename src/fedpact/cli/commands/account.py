@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -39,10 +39,11 @@ def account(
     ] = None,
     delta: Annotated[float, typer.Option(help="The budget's δ, in (0, 1).")] = 1e-5,
     accountant: Annotated[
-        str, typer.Option(help="best (the smallest bound), pld or rdp.")
+        Literal["best", "pld", "rdp"], typer.Option(help="best: the smallest bound.")
     ] = "best",
     conversion: Annotated[
-        str, typer.Option(help="From RDP to (ε, δ): balle (tighter), or mironov as in the papers.")
+        Literal["balle", "mironov"],
+        typer.Option(help="From RDP to (ε, δ): balle is tighter, mironov is the papers'."),
     ] = "balle",
     every: Annotated[
         bool, typer.Option("--all", help="Show every accountant and conversion side by side.")
@@ -89,11 +90,16 @@ def account(
         raise InputError(
             f"--per-person {per_person} with a ledger whose ε are per person already: leave it out"
         )
+    ways: list[tuple[Accountant, Conversion]]
     if every:
-        ways: list[tuple[Accountant, Conversion]] = [(name, "balle") for name in ACCOUNTANTS]
-        ways.append(("rdp", "mironov"))
+        ways = [*((name, "balle") for name in ACCOUNTANTS), ("rdp", "mironov")]
     else:
-        ways = [_way(accountant, conversion)]
+        if conversion == "mironov" and not ACCOUNTANTS[accountant].converts:
+            raise InputError(
+                f"conversion is {conversion!r} with accountant {accountant!r}, which needs no "
+                "conversion: leave --conversion out, or choose --accountant rdp"
+            )
+        ways = [(accountant, conversion)]
     budget, spent = (left.budget, left.spent) if left else (budget, {})
     answers = [_solve(q, sigma, steps, budget, delta, spent, *way, per_person) for way in ways]
     if tuned is not None:
@@ -157,22 +163,6 @@ def _check_options(
 def _describe(left: Remaining, joint: bool) -> dict[str, Any]:
     told = ("site", "runs", "epsilon_reserved", "delta_reserved", "condition")
     return {key: getattr(left, key) for key in told} | {"combined": "joint" if joint else "apart"}
-
-
-def _way(accountant: str, conversion: str) -> tuple[Accountant, Conversion]:
-    from fedpact.privacy.accounting.accountant import ACCOUNTANTS, Conversion
-
-    if accountant in ACCOUNTANTS and conversion in get_args(Conversion):
-        if not ACCOUNTANTS[accountant].converts and conversion != get_args(Conversion)[0]:
-            raise InputError(
-                f"conversion is {conversion!r} with accountant {accountant!r}, which needs no "
-                "conversion: leave --conversion out, or choose --accountant rdp"
-            )
-        return accountant, cast(Conversion, conversion)
-    raise InputError(
-        f"accountant is {accountant!r} and conversion is {conversion!r}: expected one of "
-        f"{', '.join(ACCOUNTANTS)} and one of {', '.join(get_args(Conversion))}"
-    )
 
 
 def _solve(
