@@ -56,11 +56,10 @@ class AuditRow:
         """One line for a terminal."""
         if self.quantity == "Δ":
             return self.found
-        at = "" if self.delta is None else f" at δ = {self.delta:g}"
-        best = "" if self.power is None else f", at best {self.power:.4g}"
-        sign = {"σ": "<=", "p": "="}.get(self.quantity, ">=")
-        measured = f"{self.quantity} {sign} {self.bound:.4g}{best}"
-        return f"{measured}, claimed {self.claimed:.4g}{at}: {self.found}"
+        measured, best, claimed, delta, _ = self.cells
+        best = f", at best {best}" if self.power is not None else ""
+        at = f" at δ = {delta}" if self.delta is not None else ""
+        return f"{measured}{best}, claimed {claimed}{at}: {self.found}"
 
     def document(self) -> dict[str, Any]:
         """Return it as plain data for JSON; numbers that are not finite become null."""

@@ -118,8 +118,6 @@ def traffic(run: RunSummary) -> Chart | None:
 
 # From transparent to half a colour, on which text is legible.
 _SHARE = LinearSegmentedColormap.from_list("share", [to_rgba(BLUE, a) for a in (0.0, 0.5)])
-_WRITTEN = 8
-"""Up to this number of sites, cells of the partition have room for their counts."""
 
 
 def accuracy(run: RunSummary) -> Chart | None:
@@ -252,18 +250,14 @@ def draw_labels(run: RunSummary) -> Chart | None:
     if many:
         # Sorted by their most frequent label, even a thousand sites show how uneven they are.
         purity = counts.max(1) / np.maximum(counts.sum(1), 1)
-        order = np.lexsort((-purity, counts.argmax(1)))
-        counts = counts[order]
+        counts = counts[np.lexsort((-purity, counts.argmax(1)))]
     sizes = counts.sum(1)
     names = [] if many else [shorten(name, 12) for name in sites]
     upright = sum(map(len, names)) > 40
-    height = 1.7 + 0.17 * min(len(labels), MANY) + (0.7 if upright else 0.0)
-    with sheet(height) as chart:
+    with sheet(1.7 + 0.17 * min(len(labels), MANY) + 0.7 * upright) as chart:
         top, below = chart.subplots(2, 1, sharex=True, height_ratios=(1, 2.8))
         top.bar(range(len(sizes)), sizes, width=1.0 if many else 0.7, color=GREY)
         top.set_ylabel("records")
-        if sizes.max() > 30 * max(sizes.min(), 1):
-            top.set_yscale("log")
         top.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         shares = counts / np.maximum(sizes[:, None], 1)
         edges = [np.arange(n + 1) - 0.5 for n in counts.shape]
@@ -275,15 +269,8 @@ def draw_labels(run: RunSummary) -> Chart | None:
         at = range(0, len(labels), math.ceil(len(labels) / MANY))
         below.set_yticks(at, [shorten(labels[i], 16) for i in at])
         below.set_ylabel("label")
-        if many:
-            below.set_xlabel(f"{len(sites):,} sites")
-            below.set_xticks([])
-        else:
-            below.set_xticks(range(len(names)), names, rotation=90 if upright else 0)
-        if len(names) <= _WRITTEN and not raster:
-            for (site, label), count in np.ndenumerate(counts):
-                if count:
-                    below.text(site, label, f"{count:.0f}", color=INK, ha="center", va="center")
+        below.set_xlabel(f"{len(sites):,} sites" if many else "")
+        below.set_xticks(range(len(names)), names, rotation=90 if upright else 0)
     caption = (
         f"Training records of {count_noun(len(sites), 'site')} (columns) by label (rows). "
         "Darker cells: the label makes up more of the site. Similar columns mean similar label "

@@ -408,10 +408,9 @@ def _without_records(partition: Document) -> Document:
 def _read(path: Path, *, needed: bool = True) -> Document:
     if not needed and not path.exists():
         return {}
-    text = _read_text(path)
     try:
-        document = json.loads(text)
-    except ValueError as error:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     if not isinstance(document, dict):
         raise DataError(
@@ -419,13 +418,6 @@ def _read(path: Path, *, needed: bool = True) -> Document:
             "writes it; run the plan again into a new folder"
         )
     return document
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
@@ -438,7 +430,11 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 
 def _read_records(path: Path) -> list[RoundRecord]:
-    lines, records = _read_text(path).splitlines(keepends=True), list[RoundRecord]()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    records = list[RoundRecord]()
     for number, line in enumerate(lines, start=1):
         try:
             records.append(RoundRecord.from_json(line))
