@@ -24,10 +24,10 @@ def test_the_bound_in_bits_follows_from_the_papers_quantities(build):
     # R - d ln s with s = 0.01 Cσ: C cancels, (d/2) log2(2πe (1 + 1/(dσ²))) + d log2(100).
     found = rates(read_run(ldp(build(SITES))))
     each = 0.5 * math.log2(2 * math.pi * math.e * (1 + 1 / (D * SIGMA**2))) - math.log2(STEP)
-    assert coordinate(found.table.rows[1]) == pytest.approx(each, rel=1e-3)
+    assert coordinate(found[0].rows[1]) == pytest.approx(each, rel=1e-3)
     nats = 0.5 * math.log(2 * math.pi * math.e * CLIP**2 * (SIGMA**2 + 1 / D))
-    assert found.table.rows[2][2] == f"{nats:.4g} nats"
-    assert found.table.rows[2][1] == f"{D * nats:,.0f} nats"
+    assert found[0].rows[2][2] == f"{nats:.4g} nats"
+    assert found[0].rows[2][1] == f"{D * nats:,.0f} nats"
 
 
 def test_measured_bits_are_received_bytes_per_reply(build):
@@ -37,7 +37,7 @@ def test_measured_bits_are_received_bytes_per_reply(build):
     found = rates(run)
     sent = sum(record.bytes_up for record in run.records[1:])
     measured = 8 * sent / (len(SITES) * ROUNDS - 1) / D
-    assert coordinate(found.table.rows[0]) == pytest.approx(measured, rel=1e-3)
+    assert coordinate(found[0].rows[0]) == pytest.approx(measured, rel=1e-3)
 
 
 def test_the_page_states_the_bounded_quantity_and_unit(build):
@@ -62,20 +62,20 @@ def test_bits_a_coordinate_are_those_of_all_messages(build):
     found = wire(run)
     down, up = (sum(getattr(r, f"bytes_{way}") for r in run.records[1:]) for way in ("down", "up"))
     asked = len(SITES) * ROUNDS
-    assert len(found.table.rows) == 2
-    assert coordinate(found.table.rows[0]) == pytest.approx(8 * up / D / (asked - 1), rel=1e-3)
-    assert coordinate(found.table.rows[1]) == pytest.approx(8 * down / D / asked, rel=1e-3)
+    assert len(found[0].rows) == 2
+    assert coordinate(found[0].rows[0]) == pytest.approx(8 * up / D / (asked - 1), rel=1e-3)
+    assert coordinate(found[0].rows[1]) == pytest.approx(8 * down / D / asked, rel=1e-3)
 
 
 def test_messages_of_evaluations_are_in_no_bits_a_coordinate(build):
     """Of rounds that are alike, one has an evaluation and takes more bytes."""
     folder = ldp(build(SITES))
-    before = [found(read_run(folder)).table.rows[0][1:3] for found in (rates, wire)]
+    before = [found(read_run(folder))[0].rows[0][1:3] for found in (rates, wire)]
     *lines, last = (folder / "rounds.jsonl").read_text().splitlines()
     more = {"evaluation": {"a": {"hits": [1.0]}}, "bytes_up": 10**6, "bytes_down": 10**6}
     changed = json.dumps({**json.loads(last), **more})
     (folder / "rounds.jsonl").write_text("\n".join([*lines, changed, ""]))
-    assert [found(read_run(folder)).table.rows[0][1:3] for found in (rates, wire)] == before
+    assert [found(read_run(folder))[0].rows[0][1:3] for found in (rates, wire)] == before
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_messages_of_evaluations_are_in_no_bits_a_coordinate(build):
 )
 def test_entropies_are_of_the_rounded_values(build, plan, units):
     found = wire(read_run(change(build(SITES), "plan", **plan)))
-    bits = [coordinate(row) for row in found.table.rows[2:]]
+    bits = [coordinate(row) for row in found[0].rows[2:]]
     expected = [math.log2(each * math.sqrt(2 * math.pi * math.e)) for each in units]
     assert bits == pytest.approx(expected, abs=0.02)
 

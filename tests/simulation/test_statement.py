@@ -78,7 +78,6 @@ def test_plain_run_names_no_mechanism_and_private_page_does(tmp_path):
     assert f"<th>mechanism</th><td>per_sample. {told['mechanism_meaning']}" in shown.replace(
         "&#39;", "'"
     )
-    assert "The smaller one is PLD&#39;s at 2 of 2 sites" in shown
 
 
 def test_the_event_that_opens_a_round_is_stated():

@@ -6,7 +6,6 @@ a quantisation step: here a hundredth of the noise's deviation.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fedpact.algorithms.wrappers.compression import UNITS_DOWN
@@ -41,16 +40,12 @@ _Row = tuple[str, str, str, str]
 """A row's name, and its values for a message, a coordinate and the whole run."""
 
 
-@dataclass(frozen=True)
-class WireTable:
-    """Bytes or bits of messages, with notes."""
-
-    table: TextTable
-    notes: list[str]
+WireTable = tuple[TextTable, list[str]]
+"""Bytes or bits of messages, with notes."""
 
 
 def _wire_table(message: str, rows: Sequence[_Row], notes: list[str]) -> WireTable:
-    return WireTable(TextTable((message, "one coordinate", "the run"), [*rows]), notes)
+    return TextTable((message, "one coordinate", "the run"), [*rows]), notes
 
 
 def rates(run: RunSummary) -> WireTable | None:
@@ -129,14 +124,10 @@ def wire(run: RunSummary) -> WireTable | str:
             "has an evaluation, whose messages are among its bytes."
         )
     down, up = sum(r.bytes_down for r in rounds), sum(r.bytes_up for r in rounds)
-    rows = [_in_bytes("from the sites, as measured", up, replies, d)]
-    if run.plan.get("compression", {}).get("kind") != "grid":
-        rows.append(_in_bytes("to the sites, as measured", down, asked, d))
-    elif later := [record for record in rounds if record.round > 1]:
-        # In the first round every site already has the model.
-        told = sum(record.bytes_down for record in later)
-        name = "to the sites, as measured after the first round"
-        rows.append(_in_bytes(name, told, sum(len(r.asked) or sites for r in later), d))
+    rows = [
+        _in_bytes("from the sites, as measured", up, replies, d),
+        _in_bytes("to the sites, as measured", down, asked, d),
+    ]
     rounded = list[_Row]()
     for name, units in _grids(run.plan).items():
         bits, each = rounded_entropy(units), "a half" if units == UNITS_DOWN else "a quarter"

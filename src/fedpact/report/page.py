@@ -2,7 +2,6 @@
 
 import math
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -113,6 +112,7 @@ def render_run(run: RunSummary) -> str:
     # The papers' theory takes time to load.
     from fedpact.report.convergence import rates, wire
 
+    about = ACCOUNTANTS.get(str(run.privacy.get("accountant")))
     marked, settings = set(run.plan.get(DEFAULTS_KEY, ())), _flat(run.plan)
     left = [row for row in settings if row[0] in marked or row[1] == "–"]
     drawn = charts.draw_run(run)
@@ -136,8 +136,7 @@ def render_run(run: RunSummary) -> str:
         paid=summarise_joining([run]),
         joining_note=JOINING_NOTE,
         condition=run.spent.condition if run.spent else "",
-        accountant=_accountant(run),
-        budgets=_budgets(run),
+        accountant=about.told if about else "not known to this version",
         refusals=_refusals(run),
         repeat=repeat(run),
         configuration=[row for row in settings if row not in left and row[0] != DEFAULTS_KEY],
@@ -326,24 +325,6 @@ def _site_table(run: RunSummary) -> TextTable:
         row += [number(score.loss), number(score.records)] if score else ["–", "–"]
         rows.append(tuple(row))
     return TextTable(tuple(headings), rows, "site")
-
-
-def _accountant(run: RunSummary) -> str:
-    about = ACCOUNTANTS.get(str(run.privacy.get("accountant")))
-    told = about.told if about else "not known to this version"
-    by = Counter(terms.get("epsilon_by") for terms in run.privacy["sites"].values())
-    if about is None or not about.parts or None in by or not by:
-        return told
-    each = [f"{name}'s at {n:,} of {by.total():,} sites" for name, n in sorted(by.items())]
-    return f"{told}. The smaller one is {' and '.join(each)}"
-
-
-def _budgets(run: RunSummary) -> str:
-    pairs = sorted({(site.epsilon_allowed, site.delta) for site in run.site_privacy.values()})
-    shown = [f"({upper(e)}, {upper(d)})" for e, d in pairs]
-    if len(shown) > 6:
-        shown = [*shown[:3], f"… {len(shown) - 4} more …", shown[-1]]
-    return ", ".join(shown) + "; site by site in the table above"
 
 
 def _refusals(run: RunSummary) -> list[tuple[str, str, list[int]]]:

@@ -27,8 +27,6 @@ Form = Literal["compose", "helm", "systemd", "flower"]
 
 _POLL_SECONDS = 0.5
 
-_PARTS_SHOWN = 5  # rounds whose figures are shown by class and group, one column each
-
 app = group("Run a federation on real machines, over Flower.")
 
 Where = Annotated[
@@ -414,18 +412,14 @@ def _print_own(out: Console, own: dict[str, Any]) -> None:
     form = SumsForm(settings, tuple(own["classes"]), tuple(own["groups"]), own["unit"])
     rounds = sorted(own["rounds"].items(), key=lambda each: int(each[0]))
     figures = {name: exact_figures(sums, form) for name, sums in rounds}
-    of_all = [f.name for f in next(iter(figures.values())) if not f.of_part]
-    some = [*figures][-_PARTS_SHOWN:]
+    last = [*figures.values()][-1]
+    of_all = [f.name for f in last if not f.of_part]
     rows = [
         (name, *(f"{f.value:.4g}" for f in each if not f.of_part)) for name, each in figures.items()
     ]
     print_table(out, ("after round", *of_all), rows)
-    of_parts = ([f for f in figures[name] if f.of_part] for name in some)
-    rows = [
-        (f"{each[0].name}, {each[0].about}", *(f"{f.value:.4g}" for f in each))
-        for each in zip(*of_parts, strict=True)
-    ]
-    print_table(out, ("", *(f"round {name}" for name in some)), rows)
+    rows = [(f"{f.name}, {f.about}", f"{f.value:.4g}") for f in last if f.of_part]
+    print_table(out, ("", f"round {rounds[-1][0]}"), rows)
     out.print(
         "Exact figures of this site's held-out records, for its owner only: no message contains "
         "them, and passing them on is a release that no budget covers."
