@@ -11,7 +11,7 @@ import typer
 
 from fedpact.cli.console import AsJson, plain_console, show
 from fedpact.common.errors import DataError, InputError
-from fedpact.common.files import write_whole
+from fedpact.common.files import check_file, write_whole
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
@@ -98,12 +98,10 @@ def recommend(
 def _recommend(asked: Circumstances, out: Path | None, as_json: bool) -> None:
     from fedpact.studies.recommend import FITTED_ON, Recommendation
 
-    if out is not None and (out.exists() or out.suffix != ".toml"):
-        raise InputError(
-            f"--out is {out}, "
-            f"{'which exists already' if out.exists() else 'which is not a TOML file'}: name a "
-            "new file, as in study.toml"
-        )
+    if out is not None:
+        check_file("--out", out, ".toml")
+        if out.exists():
+            raise InputError(f"--out is {out}, which exists: name a new file, as in study.toml")
     try:
         found = Recommendation.of(asked)
     except DataError as error:
@@ -113,10 +111,7 @@ def _recommend(asked: Circumstances, out: Path | None, as_json: bool) -> None:
             f"{error}. Put [records] into a TOML file and name it with --columns FILE"
         ) from None
     if out is not None:
-        try:
-            write_whole(out, found.toml().encode(), private=False)
-        except (OSError, UnicodeEncodeError) as error:
-            raise InputError(f"--out is {out}, which cannot be written: {error}") from None
+        write_whole(out, found.toml().encode(), private=False)
     document = {
         "configuration": found.raw,
         "reasons": found.reasons,
