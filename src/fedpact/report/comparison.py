@@ -363,7 +363,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
                 "missing": {str(seed): why for seed, why in entry.missing.items()},
                 "joining": _joining_document(entry),
                 "evaluation": average_figures(run.released for run in entry.runs) or None,
-                "held_out": average_figures(run.held_out for run in entry.runs) or None,
+                "held_out": average_figures(r.summary.get("held_out") for r in entry.runs) or None,
             }
             for entry in comparison.entries
         },

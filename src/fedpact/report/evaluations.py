@@ -20,7 +20,7 @@ def find_last_evaluation(run: RunSummary) -> dict[str, Any] | None:
 
     In a plain run it is exact and not released; level, cost and intervals are then "".
     """
-    found = run.released or run.held_out
+    found = run.released or run.summary.get("held_out")
     if not found:
         return None
     rows = [_row(figure) for figure in found["figures"]]
@@ -122,7 +122,7 @@ def compare_evaluations(
         for mean in average_figures(run.released for run in runs)
     ]
     for name, runs in entries.items():
-        for mean in average_figures(run.held_out for run in runs):
+        for mean in average_figures(run.summary.get("held_out") for run in runs):
             row = _row(mean)
             found.append((name, {**row, "value": "–", "interval": "–", "exact": row["value"]}))
     return found

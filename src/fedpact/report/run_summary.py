@@ -154,11 +154,6 @@ class RunSummary:
         return self.summary.get("evaluation")
 
     @property
-    def held_out(self) -> Document | None:
-        """The exact evaluation of a plain run on held-out records; simulator only, may be None."""
-        return self.summary.get("held_out")
-
-    @property
     def measured(self) -> list[str]:
         """The names of all metrics and measures in any round."""
         return list(dict.fromkeys(name for record in self.records for name in record.metrics))

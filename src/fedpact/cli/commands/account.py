@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -82,7 +81,13 @@ def account(
     from fedpact.privacy.ledger.receipt import remaining
 
     given = {"q": q, "sigma": sigma, "steps": steps, "epsilon": epsilon}
-    solved = _find_missing(given)
+    solved, *others = [name for name, value in given.items() if value is None] or [""]
+    if others or not solved:
+        options = ["--" + name for name, value in given.items() if value is not None]
+        raise InputError(
+            f"given are {', '.join(options) or 'none'}: expected exactly three of --q, --sigma, "
+            "--steps and --epsilon; the fourth is computed"
+        )
     _check_options(epsilon, ledger, joint, per_person, tuned)
     budget = None if epsilon is None else Budget(epsilon, delta)
     left = remaining(ledger, budget, joint=joint) if ledger and budget else None
@@ -113,18 +118,6 @@ def account(
     show(document, as_json, lambda: _print(document, answers, per_person))
 
 
-def _find_missing(given: Mapping[str, float | None]) -> str:
-    """Return the name of the number to compute. Raises InputError unless exactly one is None."""
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) != 1:
-        options = ["--" + name for name in given if name not in missing]
-        raise InputError(
-            f"given are {', '.join(options) or 'none'}: expected exactly three of --q, --sigma, "
-            "--steps and --epsilon; the fourth is computed"
-        )
-    return missing[0]
-
-
 def _check_options(
     epsilon: float | None,
     ledger: Path | None,
@@ -133,31 +126,26 @@ def _check_options(
     tuned: int | None,
 ) -> None:
     """Raise InputError for options out of range, or that cannot be combined."""
-    if per_person is not None and per_person < 1:
-        raise InputError(
-            f"--per-person is {per_person}: expected the largest number of records per person, at "
-            "least 1"
-        )
-    if tuned is not None and tuned < 2:
-        raise InputError(f"--tuned is {tuned}: expected the number of runs tried, 2 or more")
-    if tuned is not None and ledger is not None:
-        raise InputError(
-            f"--tuned {tuned} with --ledger: `fedpact ledger show` tells what all runs in a "
-            "ledger cost together; leave --ledger out for the cost of new runs"
-        )
-    if tuned is not None and per_person is not None:
-        raise InputError(
-            f"--tuned {tuned} with --per-person {per_person}: the bound on the best of several "
-            "runs holds per record only; for all runs together multiply --steps by their number "
-            "and leave --tuned out"
-        )
-    if joint and ledger is None:
-        raise InputError("--joint is given without --ledger: name the ledger whose runs to compose")
-    if ledger is not None and epsilon is None:
-        raise InputError(
-            "--ledger is given without --epsilon: give the ε that all runs on the ledger's records "
-            "share, and two of --q, --sigma and --steps; the third is computed for one more run"
-        )
+    rules = {
+        f"--per-person is {per_person}: expected the largest number of records per person, at "
+        "least 1": per_person is not None and per_person < 1,
+        f"--tuned is {tuned}: expected the number of runs tried, 2 or more": tuned is not None
+        and tuned < 2,
+        f"--tuned {tuned} with --ledger: `fedpact ledger show` tells what all runs in a ledger "
+        "cost together; leave --ledger out for the cost of new runs": tuned and ledger,
+        f"--tuned {tuned} with --per-person {per_person}: the bound on the best of several runs "
+        "holds per record only; for all runs together multiply --steps by their number and leave "
+        "--tuned out": tuned and per_person,
+        "--joint is given without --ledger: name the ledger whose runs to compose": joint
+        and ledger is None,
+        "--ledger is given without --epsilon: give the ε that all runs on the ledger's records "
+        "share, and two of --q, --sigma and --steps; the third is computed for one more run": (
+            ledger and epsilon is None
+        ),
+    }
+    for told, broken in rules.items():
+        if broken:
+            raise InputError(told)
 
 
 def _describe(left: Remaining, joint: bool) -> dict[str, Any]:
