@@ -154,10 +154,6 @@ def test_names_every_site_and_states_the_guarantee(build):
         assert part in text
 
 
-def test_the_mechanism_is_stated(build):
-    assert "mechanism per_sample. what is clipped" in page(build(FIVE)).text
-
-
 def test_epsilon_is_printed_rounded_up(build):
     # 4 rounds at 0.3004 spend 1.2016; a 1.20161 written anywhere must not be printed as 1.2016.
     text = page(build(FIVE, epsilon=dict.fromkeys(FIVE, 1.20161))).text

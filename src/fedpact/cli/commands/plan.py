@@ -219,13 +219,12 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
             f"Distributed noise: ε and σ assume {condition}, who keep their shares secret; ε alone "
             "holds even if all others collude."
         )
-    moved = _describe_shift(scene)
     for name, terms in document["sites"].items():
         if (of := terms["columns"]) is not None:
             out.print(
                 f"{name} releases the scales of {count_noun(len(plan.records.released), 'column')} "
                 f"before training: σ {of['sigma']:.4f}, ε {upper(of['epsilon'])} on its own, "
-                f"{plan.privacy.column_share:.3g} of the budget{moved}"
+                f"{plan.privacy.column_share:.3g} of the budget"
             )
     if (of := document["evaluation"]) is not None:
         out.print(
@@ -241,14 +240,6 @@ def _print(scene: SimulationSetup, document: dict[str, Any]) -> None:
     )
     if "optimised" in document:
         _print_optimised(out, document["optimised"])
-
-
-def _describe_shift(scene: SimulationSetup) -> str:
-    """Return how far noise shifts the mean of a released column over all sites, in words."""
-    from fedpact.privacy.column_scales import mean_noise
-
-    noise = mean_noise((one.columns, one.size) for one in scene.terms.values())
-    return f"; noise shifts the mean over all sites by {noise:.2g} of half a range"
 
 
 def _describe_secure(threshold: int, sites: int, neighbours: int, against: int, bits: int) -> str:
