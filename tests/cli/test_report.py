@@ -78,8 +78,3 @@ def test_json_has_null_for_what_json_cannot_say(capsys):
     show(values, True, text)
     printed = json.loads(capsys.readouterr().out, parse_constant=no_constant)
     assert printed == {"bad": [None, [None, None]], "good": {"1": 2.5, "é": "a"}}
-
-
-def test_text_is_left_to_the_command(capsys):
-    show({"a": 1}, False, lambda: print("for a reader"))
-    assert capsys.readouterr().out == "for a reader\n"

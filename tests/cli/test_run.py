@@ -185,8 +185,6 @@ def test_records_that_were_given_in_python_are_said_to_be_needed(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("run", *QUICK, "--out", "r"),
-        ("plan", *QUICK),
         ("account", "--q", "0.1", "--sigma", "1", "--steps", "10", "--delta", "1e-5"),
         ("data", "list"),
     ],

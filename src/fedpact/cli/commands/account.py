@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -81,30 +82,17 @@ def account(
     from fedpact.privacy.ledger.receipt import remaining
 
     given = {"q": q, "sigma": sigma, "steps": steps, "epsilon": epsilon}
-    solved, *others = [name for name, value in given.items() if value is None] or [""]
-    if others or not solved:
-        options = ["--" + name for name, value in given.items() if value is not None]
-        raise InputError(
-            f"given are {', '.join(options) or 'none'}: expected exactly three of --q, --sigma, "
-            "--steps and --epsilon; the fourth is computed"
-        )
-    _check_options(epsilon, ledger, joint, per_person, tuned)
+    _check_options(given, accountant, conversion, ledger, joint, per_person, tuned)
+    solved = next(name for name, value in given.items() if value is None)
     budget = None if epsilon is None else Budget(epsilon, delta)
     left = remaining(ledger, budget, joint=joint) if ledger and budget else None
     if per_person is not None and left and left.unit == "person":
         raise InputError(
             f"--per-person {per_person} with a ledger whose ε are per person already: leave it out"
         )
-    ways: list[tuple[Accountant, Conversion]]
+    ways: list[tuple[Accountant, Conversion]] = [(accountant, conversion)]
     if every:
         ways = [*((name, "balle") for name in ACCOUNTANTS), ("rdp", "mironov")]
-    else:
-        if conversion == "mironov" and not ACCOUNTANTS[accountant].converts:
-            raise InputError(
-                f"conversion is {conversion!r} with accountant {accountant!r}, which needs no "
-                "conversion: leave --conversion out, or choose --accountant rdp"
-            )
-        ways = [(accountant, conversion)]
     budget, spent = (left.budget, left.spent) if left else (budget, {})
     answers = [_solve(q, sigma, steps, budget, delta, spent, *way, per_person) for way in ways]
     if tuned is not None:
@@ -119,14 +107,24 @@ def account(
 
 
 def _check_options(
-    epsilon: float | None,
+    given: Mapping[str, float | None],
+    accountant: Accountant,
+    conversion: Conversion,
     ledger: Path | None,
     joint: bool,
     per_person: int | None,
     tuned: int | None,
 ) -> None:
     """Raise InputError for options out of range, or that cannot be combined."""
+    from fedpact.privacy.accounting.accountant import ACCOUNTANTS
+
+    options = ["--" + name for name, value in given.items() if value is not None]
+    converts = conversion == "balle" or ACCOUNTANTS[accountant].converts
     rules = {
+        f"given are {', '.join(options) or 'none'}: expected exactly three of --q, --sigma, "
+        "--steps and --epsilon; the fourth is computed": len(options) != 3,
+        f"conversion is {conversion!r} with accountant {accountant!r}, which needs no conversion: "
+        "leave --conversion out, or choose --accountant rdp": not converts,
         f"--per-person is {per_person}: expected the largest number of records per person, at "
         "least 1": per_person is not None and per_person < 1,
         f"--tuned is {tuned}: expected the number of runs tried, 2 or more": tuned is not None
@@ -140,7 +138,7 @@ def _check_options(
         and ledger is None,
         "--ledger is given without --epsilon: give the ε that all runs on the ledger's records "
         "share, and two of --q, --sigma and --steps; the third is computed for one more run": (
-            ledger and epsilon is None
+            ledger and given["epsilon"] is None
         ),
     }
     for told, broken in rules.items():
