@@ -9,6 +9,7 @@ from torch import nn
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import SeededDraws
+from fedpact.per_sample.clipping import SHORTEST
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.batches import clip_for, most_records
@@ -54,7 +55,7 @@ def test_changing_the_summation_method_causes_no_jump():
         assert float(a.norm()) == pytest.approx(most * clip_for(0.5, DECLARED), rel=1e-4)
 
 
-@pytest.mark.parametrize("clip", [2.0**-100, 0.5, math.inf])
+@pytest.mark.parametrize("clip", [SHORTEST, 0.5, math.inf])
 def test_a_sum_that_is_short_enough_stays_what_it_is(clip):
     """Up to rounding, as it is one of float64; directions that differ make it short."""
     used = kernel(nn.Linear(3, 2))

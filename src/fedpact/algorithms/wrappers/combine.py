@@ -35,7 +35,6 @@ from fedpact.algorithms.wrappers.robust import Robust, RobustSettings
 from fedpact.common.configuration import flatten
 from fedpact.common.errors import PlanError
 from fedpact.common.run_settings import SecureSettings
-from fedpact.per_sample.clipping import SHORTEST
 from fedpact.privacy.mechanisms import mechanism_of
 from fedpact.privacy.settings import Privacy
 
@@ -326,7 +325,7 @@ def check_numbers(plan: Any) -> None:
             # NaN is refused here, too.
             if not isinstance(number, float) or number == 0 or math.isinf(number):
                 continue
-            if not SHORTEST <= abs(number) <= 1 / SHORTEST and not name.endswith("delta"):
+            if not 2.0**-100 <= abs(number) <= 2.0**100 and not name.endswith("delta"):
                 raise ValueError(
                     f"{name} is {number!r}: expected 0 or a number from 2^-100 to 2^100, as others "
                     f"are not representable in float32; set {name} to such a number"
