@@ -8,7 +8,7 @@ from torch import nn
 import fedpact
 from fedpact.common.errors import ModelError
 from fedpact.models.build import build
-from fedpact.models.watched_pass import find_in_pass
+from fedpact.models.watched_pass import find_in_pass, with_lines
 
 
 class Net(nn.Module):
@@ -144,3 +144,16 @@ def test_a_model_that_writes_over_its_records_is_given_copies(monkeypatch):
     found = model(given)
     assert torch.equal(given, x)
     assert torch.equal(found, model.model(x.relu()))
+
+
+def test_a_line_with_brackets_is_named_once():
+    def act(net, h):
+        return h * float(h.max().item())
+
+    module = Net(act)
+    seen = next(one for one in find_in_pass(module, torch.zeros(3)) if "item" in one)
+    line = seen.partition("(")[2].rpartition("): ")[0]
+    found = str(
+        with_lines(ModelError(f"no way (a number in {line}), so not"), module, torch.zeros(3))
+    )
+    assert found.startswith("no way (a number), so not\n")

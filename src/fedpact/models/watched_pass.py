@@ -5,6 +5,7 @@ found with a record of NaN, which must not spread to other records. The tracer c
 what is found, so these findings are only added to the error of a certain obstacle.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from traceback import extract_stack
@@ -61,11 +62,14 @@ def find_in_pass(module: nn.Module, record: Tensor) -> Iterator[str]:
 
 def with_lines(error: ModelError, module: nn.Module, record: Tensor) -> ModelError:
     """Return an error with the findings of `find_in_pass` added."""
-    seen = list(find_in_pass(module, record))
+    seen, first = list(find_in_pass(module, record)), str(error)
     told = "".join(f"\n{number}. {one}" for number, one in enumerate(seen, 1))
+    for line in re.findall(r"([^\s(]+, line \d+: .*?)(?:; | and \d+ more|\): )", told):
+        # Each line is named once, with its remedy.
+        first = first.replace(f" in {line})", ")")
     whose = "; where a line is a library's own, choose another of its models"
     also = f"\nLines of a pass to look at, each with what to do{whose}:{told}" if seen else ""
-    return ModelError(f"{error}{also}")
+    return ModelError(first + also)
 
 
 def _watch(module: nn.Module, x: Tensor, *, marked: bool) -> list[tuple[str, str]]:
