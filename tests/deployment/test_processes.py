@@ -4,6 +4,7 @@ import errno
 import ssl
 import subprocess
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,7 @@ def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     """Before it touches anything of the first one's: its run, its database, its port."""
     server = deployment / "server"
     monkeypatch.setattr(program, "superlink", None)
+    monkeypatch.setattr(processes, "_LOCK_SECONDS", 0.01)
     before = sorted(server.rglob("*"))
     with (
         only_one(server / "lock", "the first"),
@@ -113,6 +115,22 @@ def test_second_server_in_a_directory_is_refused(deployment, monkeypatch):
     ):
         processes.run_server(server, lambda record: None)
     assert sorted(server.rglob("*")) == sorted([*before, server / "lock"])
+
+
+def test_a_party_starts_while_somebody_tests_its_lock(deployment, monkeypatch):
+    """And while a server that was just killed has its port: else it would be left stopped."""
+    server = deployment / "server"
+    address = Federation.read(server / "federation.toml").address
+    port, held = processes.socket.socket(), ExitStack()
+    held.enter_context(only_one(server / "lock", "a health check"))
+    port.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+    port.listen()
+    ends = [held.close, lambda: None, port.close]
+    monkeypatch.setattr(processes.time, "sleep", lambda _: ends.pop(0)())
+    monkeypatch.setattr(program, "superlink", lambda *_: pytest.skip("it starts"))
+    with pytest.raises(pytest.skip.Exception, match="it starts"):
+        processes.run_server(server, lambda record: None)
+    assert not ends
 
 
 def test_a_full_disk_is_named_by_the_party_that_is_on_it(tmp_path):

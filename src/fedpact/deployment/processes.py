@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ OnRound = Callable[[RoundRecord], None]
 _LOST_SECONDS = 3.0  # less than the 5 after which Flower would end the process with its own code
 _PAUSE_SECONDS = 2.0
 _KNOCK_SECONDS = 1.0
+_LOCK_SECONDS, _PORT_SECONDS, _AGAIN_SECONDS = 1.0, 10.0, 0.1
 _IN_MEMORY, _SMALL_BYTES = ":flwr-in-memory:", 2**25
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 TESTED: Final = {"torch": ("2.13", "2.14"), "flwr": ("1.41", "1.42")}
@@ -49,8 +50,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
 
     program.share_memory_pools()
     program.release_code()
-    alone = only_one(directory / LOCK, f"{directory} is in use already")
-    with _file_errors(directory), _end_by_signals(), alone, in_a_child():
+    with _file_errors(directory), _end_by_signals(), _hold(directory), in_a_child():
         with in_a_child():  # its child ends before this process grows
             coordinator = Coordinator(directory)
             coordinator.price()
@@ -71,7 +71,7 @@ def run_server(directory: Path, on_round: OnRound) -> dict[str, Any]:
             *("--superexec-auth-secret-file", str(directory / "runtime.secret")),
             "--disable-runtime-dependency-installation",
         ]
-        _check_port(own, int(port))
+        _insist(lambda: _check_port(own, int(port)), _PORT_SECONDS)
         # Its content can be recreated: nodes are registered and a Flower run begins at every
         # start. The database of a SuperLink that was killed may be incomplete.
         for left in _home(directory).glob("superlink.db*"):
@@ -100,8 +100,7 @@ def run_site(directory: Path) -> None:
     from fedpact.deployment.flower import site_process
 
     program.release_code()
-    alone = only_one(directory / LOCK, f"{directory} is in use already")
-    with _file_errors(directory), alone, in_a_child(), Site(directory) as site:
+    with _file_errors(directory), _hold(directory), in_a_child(), Site(directory) as site:
         program.release_code()
         keys.check_site_keys(directory, site.federation, site.name)
         keys.write_client_certificate(_home(directory).parent, "site.key")
@@ -130,6 +129,31 @@ def run_site(directory: Path) -> None:
                     tell(f"no space for {directory} ({error.strerror}): waiting for space")
                 # Not enrolled yet, or the server is away: try again.
                 time.sleep(_PAUSE_SECONDS)
+
+
+@contextmanager
+def _hold(directory: Path) -> Generator[None]:
+    """Hold a party's directory for its process. Raises InputError: another one does."""
+    with ExitStack() as held:
+        lock = directory / LOCK, f"{directory} is in use already"
+        _insist(lambda: held.enter_context(only_one(*lock)), _LOCK_SECONDS)
+        yield
+
+
+def _insist(attempt: Callable[[], None], seconds: float) -> None:
+    """Repeat an attempt that raises InputError for some seconds, then raise it.
+
+    A health check holds the lock for an instant, and a server that was just killed its port. Yet
+    after exit code 2 a supervisor leaves a party stopped.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return attempt()
+        except InputError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_AGAIN_SECONDS)
 
 
 def describe_untested() -> list[str]:
