@@ -401,6 +401,14 @@ def test_a_policy_that_is_tightened_counts_in_a_run_under_way(site_dir, old, new
     assert charged(site_dir) == 3 * STEPS
 
 
+def test_a_policy_that_is_taken_away_counts_too(site_dir):
+    with Site(site_dir) as site:
+        told(site, 1)
+        (site_dir / "policy.toml").unlink()
+        assert codes(told(site, 2)) == ["policy"]
+    assert charged(site_dir) == STEPS
+
+
 def test_tightened_policy_opens_no_sum_in_its_round(federation):
     run, nodes, _ = federation(**SECURE, rounds=2)
     heard = []

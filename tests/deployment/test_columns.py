@@ -14,10 +14,11 @@ from tests.tables import write_csv
 
 from fedpact.api import load
 from fedpact.common.errors import DataError, PlanError
-from fedpact.common.messages import Reply
+from fedpact.common.messages import Refusal, Reply, Task, from_bytes, to_bytes
+from fedpact.common.params import FlatModel
 from fedpact.deployment import federation
 from fedpact.deployment.flower.transport import TooFewReplies
-from fedpact.deployment.site import Site
+from fedpact.deployment.site import Site, answer
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 
@@ -205,6 +206,17 @@ def test_false_column_release_is_rejected_and_run_starts(begin, lie, why):
     assert records[0].refused == {node.site.name: f"rejected: {why}"}
     found = json.loads((run.directory / "server" / "run" / "columns.json").read_text())
     assert all(-1 <= one["mean"] <= 1 and one["deviation"] <= 1 for one in found.values())
+
+
+def test_a_site_refuses_round_0_of_a_run_that_has_none(federate):
+    run = federate(None, rounds=2)
+    node = run.nodes[0]
+    w = FlatModel(run.coordinator.module()).vector
+    task = Task(node.site.run, 0, "fedavg", {"w": w}, {})
+    refusal = from_bytes(answer(node.site, to_bytes(task))[0])
+    assert isinstance(refusal, Refusal)
+    assert refusal.code == "task"
+    assert node.site.ledger.spent(node.site.run) == {}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 
 import numpy as np
 import pytest
@@ -79,6 +80,30 @@ def test_only_a_reply_that_was_seen_may_be_older(tmp_path):
     assert LedgerRegistry(tmp_path).look("site", 6, other, late=True)
     assert not LedgerRegistry(tmp_path).look("site", 7, other, late=True)
     assert LedgerRegistry(tmp_path).last_seen("site") == (7, two)
+
+
+def test_exact_figures_stay_in_the_owners_files(ran):
+    """As text, and as bytes of either precision; numbers of so few digits that any may be met by
+    chance are left out, and the table of hits is looked for as a whole.
+    """
+    server = ran.directory / "server"
+    left = [path.read_bytes() for path in sorted(server.rglob("*")) if path.is_file()]
+    left += [block for node in ran.nodes for block in (*node.heard, *node.said)]
+    everything = b"".join(left)
+    for node in ran.nodes:
+        looked = 0
+        for sums in own(node.directory)["rounds"].values():
+            hits = np.array(sums["hits"]).reshape(10, 2)
+            numbers = [sums["loss"][0] / hits.sum(), hits[:, 0].sum() / hits.sum()]
+            numbers += [sums["loss"][0], *(row[0] / row.sum() for row in hits if row.sum())]
+            exact = [n for n in map(float, numbers) if len(repr(n)) > 10]
+            told = [repr(n).encode() for n in exact]
+            told += [struct.pack(form, n) for n in exact for form in ("<d", "<f")]
+            told += [struct.pack(f"<{len(sums['hits'])}d", *sums["hits"])]
+            assert not [n for n in told if n in everything]
+            looked += len(exact)
+        assert looked > 4
+        assert (node.directory / "site.db").stat().st_mode & 0o777 == 0o600
 
 
 def test_training_does_not_depend_on_held_out_records(make, tmp_path):

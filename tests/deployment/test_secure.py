@@ -171,6 +171,16 @@ def test_a_plain_task_is_refused(federation):
     assert stored(nodes[0].directory) is None
 
 
+def test_a_question_of_another_run_is_refused(federation):
+    """Before anything else of it is looked at."""
+    _, nodes = federation()
+    task = Task("another", 1, "fedavg", {}, {})
+    for question in (task, Step("another", 1, "site-00", "x", "keys", {})):
+        block, _ = answer(nodes[0].site, to_bytes(question))
+        assert from_bytes(block) == Refusal("another", 1, "site-00", "run")
+    assert charged(nodes[0]) == 0
+
+
 def test_a_step_is_refused_where_the_plan_has_none(federation):
     _, nodes = federation(secure_aggregation={"threshold": 0})
     site = nodes[0].site

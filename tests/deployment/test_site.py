@@ -210,6 +210,23 @@ def test_files_that_do_not_match_are_reported_separately(site_dir, file, old, ne
         Site(site_dir)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("epsilon_per_run = 2.0", "epsilon_per_run = 1.9", "epsilon_per_run = 1.9"),
+        ("epsilon_ever = 2.0", "epsilon_ever = 1.9", "epsilon_ever = 1.9"),
+        ('releases = ["gradient"]', 'releases = ["loss"]', "gradient"),
+        ('algorithms = ["fedavg"]', 'algorithms = ["fedfdp"]', "fedavg"),
+        ("smallest_sigma = ", "smallest_sigma = 1", "smallest_sigma"),
+    ],
+)
+def test_run_outside_policy_is_refused_before_reserving(site_dir, old, new, told):
+    change(site_dir / "policy.toml", old, new)
+    with pytest.raises(PolicyRefused, match=told):
+        Site(site_dir)
+    assert receipt(site_dir / "ledger.jsonl")["runs"] == {}
+
+
 def test_test_seeds_are_refused_over_a_network(site_dir):
     path = site_dir / "federation.toml"
     change(path, 'seeds = "secure"', 'seeds = "test"')

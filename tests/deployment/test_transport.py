@@ -151,6 +151,24 @@ def test_late_site_is_asked_with_exponential_backoff(federate, clock):
     assert clock.now - began == pytest.approx(3 * 0.6, abs=1.0)
 
 
+def test_a_restarted_site_is_asked_at_once(federation, clock):
+    """Its predecessor took the question with it; that is not waited for."""
+    run, nodes = federation
+    nodes[2].behave = lambda message, answer: None
+    sleep = clock.sleep
+
+    def restart(seconds):
+        sleep(seconds)
+        if nodes[2].since == "first":
+            nodes[2].since, nodes[2].behave = "second", lambda message, answer: answer()
+
+    clock.sleep = restart
+    seconds = waited(clock, nodes, run)
+    assert all(record.refused == {} for record in run.records)
+    # A look at who is there, far below the 0.15 s until any other site is asked again.
+    assert seconds[1] == pytest.approx(0.1)
+
+
 def lies(node):
     """(what is wrong, how a site that does it behaves)"""
     d = 650
@@ -388,6 +406,40 @@ def test_site_advice_is_attributed_and_hides_no_other_advice(federate):
     assert "site-01 rejected: unreadable" in text
     assert "What was sent is not lost" in text
     assert "buy this" not in text
+
+
+class Late(Grid):
+    """What site-00 answers arrives once it has been asked twice: both answers at a time."""
+
+    def pull_messages(self, numbers):
+        late = [n for n in numbers if self.waiting[n].metadata.dst_node_id == 10]
+        return super().pull_messages([n for n in numbers if n not in late or len(late) > 1])
+
+
+def test_of_two_answers_the_first_counts(federation):
+    """The second is another one, which would be rejected."""
+    run, nodes = federation
+
+    def behave(message, answer):
+        nan = {"w": torch.full((650,), math.nan)}
+        first = len(nodes[0].heard) % 2
+        return answer() if first else nodes[0].change(message, answer, vectors=nan)
+
+    nodes[0].behave = behave
+    assert [record.refused for record in run(Late)] == [{}] * 4
+    assert len(nodes[0].heard) == 6
+
+
+@pytest.mark.parametrize("federation", [{"least_replies": 2}], indirect=True)
+def test_run_ends_when_too_few_sites_have_budget(federation):
+    """Two of three have spent theirs, and a round needs two: no later round can have enough."""
+    run, nodes = federation
+    for node in nodes[1:]:
+        node.spend(101, 102, 103)
+    records = run()
+    assert run.summary["status"] == "budget"
+    assert [record.round for record in records] == [0]
+    assert (run.directory / "server" / "run" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("federation", [{"least_replies": 2}], indirect=True)
