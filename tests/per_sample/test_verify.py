@@ -215,6 +215,19 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grads[0]
 
 
+@pytest.mark.parametrize("count", [3, 8])
+def test_a_model_that_takes_no_empty_slot_is_checked(reference, count):
+    """It picks rows by a mark, of which an empty slot has none."""
+
+    def marked(m, x):
+        return m.layer(x[..., 1:][x[..., 0] > 0])
+
+    model = reference.Apply(marked, layer=nn.Linear(2, 3))
+    x, y = torch.randn(count, 4, 3), torch.arange(count) % 3
+    x[..., 0] = torch.eye(4)[torch.arange(count) % 4] - 0.5
+    PerSampleKernel(FlatModel(model), cross_entropy).verify(x, y)
+
+
 def test_a_correct_custom_derivative_is_accepted(reference, monkeypatch):
     x, y = reference.data(5, 4), torch.arange(5) % 2
     kernel = PerSampleKernel(FlatModel(Stepped(Square.apply).double()), cross_entropy)

@@ -232,11 +232,12 @@ class PerSampleKernel:
             self.model.precision = precision
 
     def summed(self, x: Tensor, y: Tensor, clip: float, w: Tensor) -> Tensor:
-        """Σ_j min(w_j, C/‖g_j‖) g_j [d] over x, y [B, ...] for weights w [B], in one pass."""
-        # Weights follow from losses, so they are those given where all records share a pass.
-        layout = Placement(length=-(-len(y) // 8) * 8)
-        padded = nn.functional.pad(w, (0, layout.length - len(w)))
-        return self._sum(self._passes.gradients, x, y, clip, lambda _: padded, layout=layout)
+        """Σ_j min(w_j, C/‖g_j‖) g_j [d] over x, y [B, ...] for weights w [B]."""
+        length = self._passes.length(x, y, EXPECTED)
+        # Weights are asked for once a pass, in order.
+        each = iter(nn.functional.pad(w, (0, -len(w) % length)).split(length))
+        layout = Placement(length=length)
+        return self._sum(self._passes.gradients, x, y, clip, lambda _: next(each), layout=layout)
 
     def way(self, x: Tensor, y: Tensor) -> str:
         """Return the way of records of the form of x, y [B, ...]: "dense", "graph" or "records".
