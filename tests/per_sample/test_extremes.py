@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,3 +186,15 @@ def test_frozen_statistics_with_in_place_operations(reference):
     kernel.verify(x, y)
     total = kernel.clipped_sum(x, y, math.inf)
     assert torch.allclose(total, kernel.alone(x, y).sum(0), atol=1e-5)
+
+
+def test_sums_of_dense_models_do_not_follow_numpys_own_settings():
+    """A caller who lets numpy raise at tiny numbers would see that a record has them."""
+    kernel = PerSampleKernel(FlatModel(nn.Sequential(nn.Linear(5, 3))), cross_entropy)
+    x, y = torch.randn(8, 5), torch.arange(8) % 3
+    with torch.no_grad():
+        kernel.model.vector[-3:] = torch.tensor([0.0, -85.0, -90.0])
+    x[0], y[0] = 0.0, 0
+    expected = kernel.clipped_sum(x, y, 1e-6)
+    with np.errstate(all="raise"):
+        assert torch.equal(kernel.clipped_sum(x, y, 1e-6), expected)

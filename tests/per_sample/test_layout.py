@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel, threads
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
-from fedpact.per_sample import layout, norms
+from fedpact.per_sample import dense, layout, norms
 from fedpact.per_sample.clipping import slack
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement, length_for, scatter
@@ -145,6 +146,18 @@ def test_dummy_records_without_a_loss_show_nothing(reference, uneven):
     for x in (marked, torch.randn(4, 3, 5)):
         assert kernel.way(marked, torch.zeros(4, dtype=torch.int64)) == "graph"
         assert not kernel.invariant(x, torch.zeros(4, dtype=torch.int64))
+
+
+def test_norms_of_dense_models_that_differ_by_slot_are_found(monkeypatch):
+    """The factors of gradients may be the same where norms, by which they are clipped, differ."""
+    kernel = PerSampleKernel(FlatModel(nn.Sequential(nn.Linear(5, 3))), cross_entropy)
+    x, y = torch.randn(8, 5), torch.zeros(8, dtype=torch.int64)
+    assert kernel.way(x, y) == "dense"
+    assert kernel.invariant(x, y)
+    lengths = dense._lengths
+    uneven = 1 + 1e-6 * (np.arange(1024) % 2)
+    monkeypatch.setattr(dense, "_lengths", lambda x: lengths(x) * uneven[: len(x)])
+    assert not kernel.invariant(x, y)
 
 
 def test_no_two_records_stand_in_one_slot():

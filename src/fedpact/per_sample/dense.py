@@ -147,10 +147,12 @@ class Dense:
             if good is not None:
                 found.keep(good.numpy())
             coefficients = c.numpy().astype(found.losses.dtype, copy=False)
-            total.add_(self._weighted_sum(found, coefficients, c.dtype == torch.float64))
+            with np.errstate(all="ignore"):
+                total.add_(self._weighted_sum(found, coefficients, c.dtype == torch.float64))
 
         def factors() -> list[Tensor]:
-            arrays = [*found.grads.values(), *(v for v in found.values if v is not None)]
+            arrays = [found.norms, *found.grads.values()]
+            arrays += [v for v in found.values if v is not None]
             return [from_numpy(np.ascontiguousarray(v.T)) for v in arrays]
 
         return Measured(from_numpy(found.losses), from_numpy(found.norms), add, factors)
