@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from fedpact import per_sample
 from fedpact.common.errors import ModelError
+from fedpact.common.losses import cross_entropy
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
@@ -47,7 +48,9 @@ def nobodys(x: Tensor) -> Tensor:
 DRAWING = {
     "dropout": lambda x: F.dropout(x, RATE),
     "attention": attention,
-    "layers": lambda x: drop_path(F.dropout2d(x.view(len(x), 4, 2, 1), RATE).flatten(1)),
+    "layers": lambda x: drop_path(
+        F.rrelu(F.dropout2d(x.view(len(x), 4, 2, 1), RATE).flatten(1), training=True)
+    ),
     "numbers": lambda x: torch.normal(x + torch.randn_like(x), 0.1) * torch.randint(1, 4, x.shape),
     "picks": lambda x: (
         F.gumbel_softmax(x, hard=True)
@@ -348,3 +351,15 @@ def test_cudnn_may_do_what_draws_nothing(rate):
     settings = 2, 4, 0, 1, False, rate, True, False, [], None
     with keyed_draws.KeyedDraws(None), pytest.raises(ModelError) if rate else nullcontext():
         assert torch.ops.aten._cudnn_rnn(x, weights, 4, None, h, h, *settings)[0].shape == (5, 2, 4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_randomised_rectifier_has_random_slopes_in_training_only(training):
+    module = nn.Sequential(nn.Linear(4, 6), nn.RReLU().train(training), nn.Linear(6, 2))
+    kernel = PerSampleKernel(FlatModel(module), cross_entropy)
+    x, y = torch.randn(5, 4), torch.arange(5) % 2
+    assert kernel.way(x, y) == "graph"
+    kernel.verify(x, y)
+    expected = kernel.alone(x, y).sum(0)
+    found = kernel.clipped_sum(x, y, torch.inf)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6) == (not training)

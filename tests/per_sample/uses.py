@@ -87,7 +87,7 @@ add(
     "relu gelu silu mish tanh sigmoid exp exp2 expm1 log log1p log2 log10 sqrt rsqrt abs neg sin "
     "cos tan asin acos atan sinh cosh erf erfc sign square reciprocal floor ceil round trunc frac "
     "hardtanh hardswish hardsigmoid relu6 selu celu elu leaky_relu softplus softshrink hardshrink "
-    "log_sigmoid isnan isinf isfinite nan_to_num detach alias clone contiguous logical_not "
+    "log_sigmoid rrelu isnan isinf isfinite nan_to_num detach alias clone contiguous logical_not "
     "lift_fresh_copy zeros_like ones_like rand_like randn_like bernoulli _to_copy t numpy_T mT "
     "uniform normal_functional empty_like exponential asinh "
     "atanh erfinv lgamma digamma logit angle sgn",

@@ -49,7 +49,7 @@ RULES: Final[dict[str, Rule]] = {
         "relu gelu silu mish tanh sigmoid exp exp2 expm1 log log1p log2 log10 sqrt rsqrt abs neg "
         "sin cos tan asin acos atan sinh cosh erf erfc sign square reciprocal floor ceil round "
         "trunc clamp clamp.Tensor clamp_min clamp_max hardtanh hardswish hardsigmoid relu6 selu "
-        "celu elu leaky_relu softplus softshrink hardshrink log_sigmoid threshold "
+        "celu elu leaky_relu softplus softshrink hardshrink log_sigmoid threshold rrelu "
         "add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar "
         "div.Tensor_mode div.Scalar_mode rsub.Scalar rsub.Tensor pow.Tensor_Scalar "
         "pow.Tensor_Tensor pow.Scalar maximum minimum fmod.Scalar fmod.Tensor remainder.Scalar "

@@ -182,6 +182,15 @@ class KeyedDraws(TorchDispatchMode):
         kept = self._fill(torch.empty_like(x), "bernoulli", 1 - p)
         return x * (kept / max(1 - p, 1e-30)), kept.bool()
 
+    def _as_rrelu_with_noise(
+        self, x: Tensor, noise: Tensor, low: float = 1 / 8, high: float = 1 / 3, *how: Any
+    ) -> Tensor:
+        """Slopes for negative numbers: drawn for all in training, their mean otherwise."""
+        slopes = torch.full_like(x, (low + high) / 2)
+        if how and how[0]:
+            slopes = self._fill(slopes, "uniform", low, high)
+        return x * noise.copy_(torch.where(x < 0, slopes, 1))
+
     def _as_multinomial(self, p: Tensor, count: int, again: bool = False) -> Tensor:
         """Indices [..., count] drawn by weights p [..., K], with or without replacement."""
         if not again or count == 1:
