@@ -53,11 +53,12 @@ def within(total: Tensor, clip: float, most: int | None) -> Tensor:
 
 
 def check_clip(name: str, clip: float) -> None:
-    """Raise InputError unless a sum of such clips has digits in float32, or it is infinity."""
+    """Raise InputError unless float32 keeps sums of such clips, or it is infinity."""
     if not (SHORTEST <= clip <= LARGEST_CLIP or clip == math.inf):
         raise InputError(
-            f"{name} is {clip!r}: expected a number from 2^-40 to 2^100, or infinity; others have "
-            "no digits in float32; scale loss or weights"
+            f"{name} is {clip!r}: expected a number from 2^-40 to 2^100, or infinity; beside a "
+            "smaller one what float32 loses near 0 would count, and sums of larger ones might "
+            "overflow; scale loss or weights"
         )
 
 
