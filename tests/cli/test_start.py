@@ -85,7 +85,7 @@ def top(modules):
         (("init", "/dev/null/folder.toml"), 2, "/dev/null is not a folder"),
         (("rnu",), 2, "Did you mean 'run'?"),
         (("run", "--otu", "x"), 2, "--out"),
-        (("run", "--rounds", "5"), 2, "rounds=VALUE"),
+        (("run", "--rounds", "5"), 2, "KEY=VALUE"),
         (("run", "--set", "privacy.epsilon", "2"), 2, "= and no space between them"),
         (("run", "rounds=3"), 2, "a key is set as --set rounds=3"),
     ],

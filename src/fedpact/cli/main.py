@@ -48,8 +48,8 @@ class Commands(Group):
             command = error.ctx.command if error.ctx else ctx.command
             if any(given.name == "overrides" for given in command.params):
                 key = error.option_name.lstrip("-").replace("-", "_")
-                told = f"{error.format_message()} A plan's key is set as --set {key}=VALUE; "
-                told += f"`fedpact settings {key}` shows its full name."
+                told = f"{error.format_message()} A plan's keys are set as --set KEY=VALUE; "
+                told += f"`fedpact settings {key}` shows which are called so."
                 raise click.UsageError(told, error.ctx) from None
             raise
 
