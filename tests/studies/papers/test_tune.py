@@ -120,6 +120,16 @@ def test_the_figure_is_drawn(tmp_path, monkeypatch):
     assert out.read_bytes().startswith(b"<?xml")
 
 
+def test_every_panel_of_the_figure_has_its_axis_numbered(tmp_path, monkeypatch):
+    monkeypatch.setattr(fedproxvr, "POINTS", 2)
+    saved = []
+    monkeypatch.setattr("fedpact.report.drawing.save_figure", lambda *given: saved.append(given[0]))
+    fedproxvr.draw(fedproxvr.Losses(1.0, 0.1, 0.0), 0.1, "sarah", tmp_path / "figure.svg")
+    saved[0].draw_without_rendering()
+    for axis in saved[0].axes[:-1]:
+        assert any(tick.label1.get_visible() for tick in axis.xaxis.get_major_ticks())
+
+
 def test_mismatches_are_refused(tmp_path):
     (tmp_path / "d.png").mkdir()
     assert "--sigma2, --gamma missing" in refused("fedproxvr", "--L", "1", "--lam", "0.5")

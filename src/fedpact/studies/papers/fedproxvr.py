@@ -355,6 +355,8 @@ def draw(losses: Losses, gamma: float, solver: Solver, out: Path) -> None:
         axis.axvline(gamma, color="0.6", linewidth=1, linestyle=":")
         axis.set(xscale="log", yscale=scale, ylabel=label, xlabel="γ = d_cmp/d_com")
         axis.grid(alpha=0.3, which="both")
+        # The last column has no panel below its first.
+        axis.tick_params(labelbottom=True)
     handles, labels = flat[0].get_legend_handles_labels()
     flat[-1].axis("off")
     flat[-1].legend(handles, labels, loc="center", frameon=False, title="dotted: the γ asked for")
