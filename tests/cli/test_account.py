@@ -135,6 +135,15 @@ def test_tradeoffs_table_and_figure(few_points, unproven, tmp_path):
     assert file.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_figure_of_one_epsilon_shows_unsound_bounds(few_points, tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr("fedpact.report.drawing.save_figure", lambda *given: saved.append(given[0]))
+    run("tradeoffs", "--q", "0.01", "--steps", "100", "--epsilon", "1", "--out", "figure.svg")
+    dotted = [line for line in saved[0].axes[0].lines if line.get_linestyle() == ":"]
+    assert dotted
+    assert all(line.get_marker() == "." for line in dotted)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

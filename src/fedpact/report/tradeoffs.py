@@ -359,7 +359,7 @@ def _draw(problem: Problem, points: list[Point], out: Path) -> None:
                 sound = [
                     np.nan if p.notes or p.unsound else y for p, y in zip(curve, every, strict=True)
                 ]
-                axis.plot(epsilons, every, ":", lw=1, color=colour)
+                axis.plot(epsilons, every, ".:", ms=4, lw=1, color=colour)
                 label = LABELS.get(name, name)
                 axis.plot(epsilons, sound, style, ms=4, color=colour, label=label)
             axis.set(xscale="log", yscale="log", ylabel=title)
