@@ -111,7 +111,10 @@ def _recommend(asked: Circumstances, out: Path | None, as_json: bool) -> None:
             f"{error}. Put [records] into a TOML file and name it with --columns FILE"
         ) from None
     if out is not None:
-        write_whole(out, found.toml().encode(), private=False)
+        try:
+            write_whole(out, found.toml().encode(), private=False)
+        except (OSError, UnicodeEncodeError) as error:
+            raise InputError(f"--out is {out}, which cannot be written: {error}") from None
     document = {
         "configuration": found.raw,
         "reasons": found.reasons,
