@@ -352,3 +352,9 @@ def test_a_persons_odds_count_evaluations(build, split_by, expected):
     (person,) = (each for each in found.stakes if each.who.startswith("person, 2 records"))
     assert float(person.epsilon) == expected
     assert ("δ = 2e-05" in person.who) == (split_by == "record")
+
+
+@pytest.mark.drawn
+def test_the_partition_of_few_sites_has_its_counts_written(build):
+    chart = charts.draw_labels(read_run(build(["a", "b"])))
+    assert [text.get_text() for text in chart.axes[1].texts] == ["1", "10", "11"]

@@ -118,6 +118,8 @@ def traffic(run: RunSummary) -> Chart | None:
 
 # From transparent to half a colour, on which text is legible.
 _SHARE = LinearSegmentedColormap.from_list("share", [to_rgba(BLUE, a) for a in (0.0, 0.5)])
+_WRITTEN = 8
+"""Up to this number of sites, cells of the partition have room for their counts."""
 
 
 def accuracy(run: RunSummary) -> Chart | None:
@@ -271,6 +273,10 @@ def draw_labels(run: RunSummary) -> Chart | None:
         below.set_ylabel("label")
         below.set_xlabel(f"{len(sites):,} sites" if many else "")
         below.set_xticks(range(len(names)), names, rotation=90 if upright else 0)
+        if len(names) <= _WRITTEN and not raster:
+            for (site, label), count in np.ndenumerate(counts):
+                if count:
+                    below.text(site, label, f"{count:.0f}", color=INK, ha="center", va="center")
     caption = (
         f"Training records of {count_noun(len(sites), 'site')} (columns) by label (rows). "
         "Darker cells: the label makes up more of the site. Similar columns mean similar label "
