@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedpact.cli.console import AsJson, plain_console, show
+from fedpact.common import check
 from fedpact.common.errors import DataError, InputError
 from fedpact.common.files import check_file, write_whole
 from fedpact.common.notebook import print_table
@@ -86,7 +87,7 @@ def recommend(
 
     typed = {key: each for key, each in {"label": label, "site": site}.items() if each is not None}
     asked = Circumstances(
-        *(data, budgets(epsilon, delta), rounds, sites or 0),
+        *(data, budgets(epsilon, delta), check.count(rounds=rounds), sites or 0),
         *(trust, honest, mirror),
         **{**describe_columns(columns, data, records), **typed},
         features=features,
