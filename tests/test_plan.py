@@ -89,9 +89,9 @@ def test_a_number_where_a_key_belongs_is_reported_as_one(value):
     assert "list" not in str(told.value)
 
 
-def test_too_small_scheduled_clip_names_round_and_schedule():
-    inverse = {"clip": 1e-30, "clip_schedule": "inverse", "clip_halved_after": 2.5}
-    with pytest.raises(PlanError, match=r"clip of round 2, by privacy\.clip_schedule, is 7\.14"):
+def test_too_small_scheduled_clip_names_round_and_key():
+    inverse = {"clip": 1e-12, "clip_schedule": "inverse", "clip_halved_after": 2.5}
+    with pytest.raises(PlanError, match=r"round 2, by privacy\.clip_halved_after, is 7\.14"):
         Plan(rounds=3, privacy=inverse)
 
 

@@ -264,6 +264,13 @@ def test_evaluate_reads_two_numbers_however_many_batches():
     assert reads.count == 2
 
 
+@pytest.mark.parametrize("value", [None, "high", [0.5, 0.6], torch.zeros(2)], ids=str)
+def test_a_metric_that_is_no_number_is_named(monkeypatch, value):
+    monkeypatch.setitem(METRICS, "mine", Metric("m", lambda *_: value, "number", "", ""))
+    with pytest.raises(InputError, match=r"metric 'mine' is .*: expected a number"):
+        of_sites({"a": score(0.5)}, {"a": 1.0})
+
+
 @pytest.mark.parametrize("value", [torch.tensor(0.5), np.float32(0.5), 0.5], ids=str)
 def test_any_number_is_written_as_a_float(monkeypatch, value):
     monkeypatch.setitem(METRICS, "mine", Metric("m", lambda *_: value, "number", "", ""))

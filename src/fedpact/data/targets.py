@@ -81,7 +81,7 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
     _check_classes(name, found.tolist(), records, ask)
     if found.size and not 0 <= found[0] <= largest < max(records, 2):
         raise DataError(
-            f"data set {name}: a label is {found[0] if found[0] < 0 else largest:g}: expected "
+            f"data set {name}: a label is {found[0] if found[0] < 0 else largest:.15g}: expected "
             f"class numbers from 0, and fewer classes than the {records} records; number the "
             "classes 0, 1, 2, ..., or store labels as names, and leave out records without one"
         )

@@ -223,8 +223,21 @@ docs/how-to/extend.md."""
 
 
 def of_sites(scores: Mapping[str, SiteScore], sizes: Mapping[str, float]) -> dict[str, float]:
-    """Return every metric of METRICS; none if no site has a score."""
-    return {name: float(of.of(scores, sizes)) for name, of in METRICS.items() if scores}
+    """Return every metric of METRICS; none if no site has a score.
+
+    Raises InputError: a metric is no number.
+    """
+    return {name: _number(name, of.of(scores, sizes)) for name, of in METRICS.items() if scores}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except Exception as error:
+        raise InputError(
+            f"metric {name!r} is {value!r}: expected a number, NaN if it is undefined; correct its "
+            "function in METRICS"
+        ) from error
 
 
 _TAKEN: Final = frozenset(

@@ -175,7 +175,8 @@ class Privacy(BaseModel):
         if self.mode == "none":
             return
         for number, clip in enumerate((self.clip, *self.clips(rounds))):
-            by = f" of round {number}, by privacy.clip_schedule," if number else ""
+            kind = "clip_halved_after" if self.clip_schedule == "inverse" else "clip_schedule"
+            by = f" of round {number}, by privacy.{kind}," if number else ""
             name = f"privacy.clip{by}"
             check_clip(name, check.positive(**{name: clip}))
 

@@ -296,6 +296,11 @@ class SiteNoise:
             return max(each)
         return sigma_together(each, self.sizes, self.clip, rate, self.penalty(rounds) / weights)
 
+    def alike(self, rate: float, rounds: int) -> float:
+        """Return `sigma` if all records had equal weights."""
+        each = self._each(rate, rounds)
+        return math.hypot(*each) / math.sqrt(len(each)) if self.weighed else max(each)
+
     def penalty(self, rounds: int) -> float:
         """Return T D, which is the `bias_penalty` of ldp_fedsgd."""
         apart = sum(1 / n for n in self.sizes) if self.dealt else len(self.sizes)

@@ -41,6 +41,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from fedpact.common import check
 from fedpact.privacy.accounting.accountant import Accountant, Budget, History
 from fedpact.privacy.accounting.calibration import smallest_sigma
 
@@ -237,6 +238,7 @@ def candidates(
     record per round exceeds that, rates go down to passes / rounds. spent: see `choice`.
     most_steps: the largest τ, >= 1.
     """
+    check.positive(passes=passes)
     found: list[Choice] = []
     for local_steps in (each for each in _LOCAL_STEPS if each <= most_steps):
         most = min(1.0, passes / (rounds * local_steps))
