@@ -73,6 +73,16 @@ def test_masked_and_plain_sums_agree_for_any_dropouts(party, count):
         check_mean(mine, this, survivors)
 
 
+def test_a_shorter_masked_vector_is_not_added(party):
+    """numpy would add its single word to all others."""
+    mine = party(3, 2, length=9)
+    this = mine.up_to(mine.session(), "masked")
+    site, reply = next(iter(mine.mask.items()))
+    short = reply.vectors[encoding.MASKED][: this.coding.bits // 8]
+    with pytest.raises(InputError, match="1 words: expected"):
+        this.take_masked(site, dataclasses.replace(reply, vectors={encoding.MASKED: short}))
+
+
 @pytest.mark.parametrize("step", SLOW)
 def test_below_the_threshold_nothing_is_opened(party, step, monkeypatch):
     """Two of four are left and the threshold is three."""
