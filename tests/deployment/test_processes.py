@@ -126,7 +126,7 @@ def test_a_party_starts_while_somebody_tests_its_lock(deployment, monkeypatch):
     port.bind(("127.0.0.1", int(address.rpartition(":")[2])))
     port.listen()
     ends = [held.close, lambda: None, port.close]
-    monkeypatch.setattr(processes.time, "sleep", lambda _: ends.pop(0)())
+    monkeypatch.setattr(processes.time, "sleep", lambda _: ends.pop(0)() if ends else None)
     monkeypatch.setattr(program, "superlink", lambda *_: pytest.skip("it starts"))
     with pytest.raises(pytest.skip.Exception, match="it starts"):
         processes.run_server(server, lambda record: None)

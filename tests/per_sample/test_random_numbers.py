@@ -354,7 +354,7 @@ def test_cudnn_may_do_what_draws_nothing(rate):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_randomised_rectifier_has_random_slopes_in_training_only(training):
+def test_a_randomised_rectifier_is_random_in_training_only(training):
     module = nn.Sequential(nn.Linear(4, 6), nn.RReLU().train(training), nn.Linear(6, 2))
     kernel = PerSampleKernel(FlatModel(module), cross_entropy)
     x, y = torch.randn(5, 4), torch.arange(5) % 2
