@@ -162,8 +162,13 @@ def _largest(found: Sequence[Trials]) -> Trials:
         delta=max(one.delta for one in found),
         one=max(one.one for one in found),
         every=max(one.every for one in found),
-        winner=max(one.winner or 0.0 for one in found),
+        winner=max(map(_of_winner, found)),
     )
+
+
+def _of_winner(cost: Trials) -> float:
+    """Return the winner's ε; infinity where none is proven."""
+    return math.inf if cost.winner is None else cost.winner
 
 
 def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
@@ -189,7 +194,7 @@ def _at_site(runs: Sequence[_Promise]) -> tuple[Trials, Trials]:
         # larger ε needs for all of them has not been proven.
         return cost if cost <= max(min(shared), shared_noise.COVERED) else without
 
-    winner = covered(sums.winner or 0.0, alone.winner or 0.0)
+    winner = covered(_of_winner(sums), _of_winner(alone))
     every = covered(sums.every, alone.every)
     return Trials(count, delta, covered(sums.one, alone.one), every, winner), alone
 
