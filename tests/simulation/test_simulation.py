@@ -12,6 +12,7 @@ from tests.recounted import charges
 from fedpact.algorithms import fedavg
 from fedpact.common.errors import InputError, LedgerError, ModelError, PlanError
 from fedpact.common.params import FlatModel
+from fedpact.common.randomness.seeded import DRAWS
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
@@ -312,6 +313,24 @@ def test_a_run_is_not_resumed_with_different_records(tmp_path):
         simulate(mine, out)
     file.write_text("\n".join(["age,ill", *rows]))
     assert simulate(mine, out).summary["status"] == "finished"
+
+
+@pytest.mark.parametrize("begun", [None, DRAWS - 1, DRAWS + 1])
+def test_a_run_with_other_draws_is_not_resumed(tmp_path, begun):
+    """A round carried out again would be another release under the first one's charge."""
+    out = tmp_path / "run"
+    simulate(plan(), out, stop=iter([False, False, True]).__next__)
+    written = json.loads((out / "environment.json").read_text())
+    own = written.pop("draws")
+    changed = written if begun is None else {**written, "draws": begun}
+    (out / "environment.json").write_text(json.dumps(changed))
+    with pytest.raises(PlanError, match="other random numbers"):
+        simulate(plan(), out)
+    (out / "environment.json").write_text(json.dumps({**written, "draws": own}))
+    assert simulate(plan(), out).summary["status"] == "finished"
+    # What is finished draws nothing any more.
+    (out / "environment.json").write_text(json.dumps(changed))
+    assert simulate(plan(), out).summary["status"] == "finished"
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def encoded_length(message: Message) -> int:
 
 def _hash(message: Message) -> str:
     # SHA-256, as processors have instructions for it. Ledgers of simulations identify requests by
-    # it, so a change charges a round that is repeated once more.
+    # it: a change must increment seeded.DRAWS, so that no run is resumed in the middle of a round.
     digest = hashlib.sha256()
     for part in encode_parts(message):
         digest.update(part)

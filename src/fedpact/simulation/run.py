@@ -330,6 +330,20 @@ def check_complete(at: Checkpoint, run: str, ledgers: dict[str, Ledger]) -> None
             )
 
 
+def check_draws(folder: Folder, environment: Mapping[str, Any]) -> None:
+    """Raise PlanError if the run was started where a seed gave other random numbers than here.
+
+    A repeated round would then be a new release under the first one's charge.
+    """
+    begun = environment.get("draws")
+    if begun != DRAWS:
+        raise PlanError(
+            f"{folder.path} holds a run that was started by a version of fedpact whose seeds give "
+            f"other random numbers (scheme {begun}, here {DRAWS}): finish it with that version, or "
+            "start it again in another folder with --out"
+        )
+
+
 def extend_plan(folder: Folder, rounds: int, budget: float | None) -> Plan:
     """Return the plan of a new run that continues from the model of a finished one.
 

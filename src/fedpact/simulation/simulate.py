@@ -56,6 +56,7 @@ from fedpact.simulation.machine import (
 from fedpact.simulation.predict import Evaluated, Predictions, Predictor, RecordedForm
 from fedpact.simulation.run import (
     check_complete,
+    check_draws,
     check_there,
     finish,
     is_known,
@@ -225,7 +226,8 @@ def simulate(
         print(told, file=sys.stderr)
     if not known and (told := _tell_total(folder, scene)):
         print(told, file=sys.stderr)
-    run = setting(folder, scene, known=known, given=data is not None)["run"]
+    environment = setting(folder, scene, known=known, given=data is not None)
+    run = environment["run"]
     with ExitStack() as stack:
         sites = _sites(scene, folder, run)
         if known:
@@ -247,12 +249,16 @@ def simulate(
             scene, charged, lambda s, included: read_memory(memories[s], included)
         )
         rounds = Rounds(plan, run, transport, evaluator, stop, in_process=True, form=scene.form)
+        if not known:
+            check_draws(folder, environment)
         at, records = start_or_resume(
             folder, plan, scene.workshop.module, evaluator, rounds.open_run
         )
         if known:
             # Only when resuming: ledgers of a new run may already be open in Ray actors.
             check_complete(at, run, ledgers)
+        if at.round < plan.rounds:
+            check_draws(folder, environment)
         rounds.see(records)
         log = stack.enter_context(Log(plan.run.log, out))
         on_round = log.and_tell(on_round)

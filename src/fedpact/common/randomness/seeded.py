@@ -142,7 +142,7 @@ def round_to_shares(total: Tensor, unit: float, units: float, parts: Parts) -> T
 
 
 DRAWS: Final = 5
-"""Counts up when equal seeds come to give other draws; environment.json and results name it."""
+"""Counts up when equal seeds come to give other draws; no run goes on across such a change."""
 
 
 def empty(size: int, dtype: torch.dtype) -> Tensor:
