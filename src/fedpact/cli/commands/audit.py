@@ -18,12 +18,7 @@ from fedpact.privacy.guarantee import Guarantee
 if TYPE_CHECKING:
     from fedpact.report.audited import AuditRow
     from fedpact.simulation.setup import SimulationSetup
-    from fedpact.studies.audit.noise import MechanismTests
-    from fedpact.studies.audit.one_run import OneRun
-    from fedpact.studies.audit.sensitivity import Sensitivity
     from fedpact.studies.audit.target import Target
-
-    Finding = Sensitivity | OneRun | MechanismTests
 
 CONFIDENCE = 0.95
 
@@ -69,16 +64,16 @@ def audit(
         else _scene_of(run, overrides)
     )
     target = Target.of(scene)
-    untested, findings = why_untested(target), dict[str, "Finding"]()
+    untested = why_untested(target)
     with one_thread():
-        findings[SENSITIVITY] = measure_sensitivity(target)
+        found = [channel.row for channel in measure_sensitivity(target)]
         for view, attacked in list_views(target).items():
-            of_view = f", {view}" if view else ""
-            findings[f"one-run{of_view}"] = one_run(attacked, canaries, CONFIDENCE)
-            if not untested:
-                findings[f"noise{of_view}"] = check_mechanism(attacked)
-    found = [row for name, of in findings.items() for row in of.rows(name, CONFIDENCE)]
-    document = _document(target, findings, found)
+            methods = {"one-run": one_run(attacked, canaries, CONFIDENCE)}
+            methods |= {} if untested else {"noise": check_mechanism(attacked)}
+            for name, rows in methods.items():
+                named = f"{name}, {view}" if view else name
+                found += [dataclasses.replace(row, method=named) for row in rows]
+    document = _document(target, found)
     if run is not None:
         Folder(run).write_json("audit.json", document)
         write_report(run)
@@ -130,9 +125,7 @@ def _scene_of(run: Path, overrides: list[str]) -> SimulationSetup:
     )
 
 
-def _document(
-    target: Target, findings: dict[str, Finding], found: list[AuditRow]
-) -> dict[str, Any]:
+def _document(target: Target, found: list[AuditRow]) -> dict[str, Any]:
     terms = target.terms
     return {
         "site": terms.site,
@@ -147,7 +140,6 @@ def _document(
         "events": terms.steps,
         "model_parameters": target.w.numel(),
         "checks": [check.document() for check in found],
-        "methods": {m: {**dataclasses.asdict(f), "passed": f.passed} for m, f in findings.items()},
         "passed": all(check.passed for check in found),
     }
 

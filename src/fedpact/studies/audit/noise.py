@@ -10,7 +10,7 @@ with its real noise.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,23 +55,6 @@ def pick_tests(tests: Sequence[AuditRow]) -> list[AuditRow]:
     return failed + [replace(t, found=t.found + nearest) for t in good[:1]]
 
 
-@dataclass(frozen=True)
-class MechanismTests:
-    """The noise's level in every channel, and tests of the noise and the sampling."""
-
-    noise: tuple[AuditRow, ...]
-    tests: tuple[AuditRow, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every test passes."""
-        return all(part.passed for part in (*self.noise, *self.tests))
-
-    def rows(self, method: str, _: float) -> list[AuditRow]:
-        """Return the rows of the audit's table."""
-        return [replace(row, method=method) for row in (*self.noise, *pick_tests(self.tests))]
-
-
 def why_untested(target: Target) -> str:
     """Return why a target's noise and sampling are not tested; "" if they are."""
     if target.w.numel() > _SMALL_MODEL:
@@ -81,8 +64,8 @@ def why_untested(target: Target) -> str:
     return ""
 
 
-def check_mechanism(target: Target) -> MechanismTests:
-    """Test the noise and the sampling, with the queries of the algorithm's second round.
+def check_mechanism(target: Target) -> list[AuditRow]:
+    """Return the noise's levels and the tests to show, by the algorithm's second round's queries.
 
     If the clip changes with the round, all events are the last round's; multipliers are the same.
     """
@@ -90,7 +73,7 @@ def check_mechanism(target: Target) -> MechanismTests:
     queries = queries_of(target)
     alone = noise_over(target, queries, target.no_records)
     tests = (*noise_tests(target, queries, alone), *sampling_tests(target, queries))
-    return MechanismTests(noise_levels(target, alone), tests)
+    return [*noise_levels(target, alone), *pick_tests(tests)]
 
 
 def queries_of(target: Target) -> dict[str, tuple[Any, ...]]:

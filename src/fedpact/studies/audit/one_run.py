@@ -17,7 +17,6 @@ reports the largest of k bounds uses confidence 1 - (1 - c)/k for each.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -48,42 +47,12 @@ _ONE_RUN_DELTAS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.4)
 _MOST_NUMBERS = 1 << 27
 
 
-@dataclass(frozen=True)
-class OneRun:
-    """The result of one run: `correct` of `guesses` about m canaries, at the largest bound.
+def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> list[AuditRow]:
+    """Attack the whole run of one site with m canaries; fewer if the model is very large.
 
-    epsilon: the lower bound. claimed: the accountant's ε at delta for the run's events. power: the
-    bound that the best attack would reach if the claim is tight. curve: a test of the trade-off
+    Return the bound on ε with the accountant's ε for the run's events, and a test of the trade-off
     curve that the accountant states, at all δ together.
     """
-
-    canaries: int
-    guesses: int
-    correct: int
-    events: int
-    delta: float
-    epsilon: float
-    claimed: float
-    power: float
-    curve: AuditRow
-
-    @property
-    def passed(self) -> bool:
-        """Whether the claim stands: ε at its δ, and the whole trade-off curve."""
-        return self.epsilon <= self.claimed and self.curve.passed
-
-    def rows(self, method: str, confidence: float) -> list[AuditRow]:
-        """Return the rows of a table: results and claims."""
-        told = (
-            f"{self.correct} of {self.guesses} guesses right, {self.canaries} canaries, "
-            f"{self.events} events"
-        )
-        found = self.epsilon, self.claimed, self.delta, confidence, told, self.power
-        return [AuditRow(method, "ε", *found), replace(self.curve, method=method)]
-
-
-def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> OneRun:
-    """Audit the whole run of one site with m canaries; fewer if the model is very large."""
     m = min(count(canaries=canaries), max(1, _MOST_NUMBERS // target.w.numel()))
     made = draw_mislabelled(target, m)
     coins = torch.randint(
@@ -101,12 +70,13 @@ def one_run(target: Target, canaries: int = 500, confidence: float = 0.95) -> On
     claimed = target.claimed(events, delta, openings)
     stated = [(target.claimed(events, d, openings), d) for d in (delta, *_ONE_RUN_DELTAS)]
     p = min(curve_p_value(make_loss_bound(stated), m, r, v) for r, v in guessed)
-    told = f"trade-off curve at {len(stated)} δ (Mahloujifar, Melis, Chaudhuri 2024)"
-    return OneRun(
-        m, guesses, correct, events + openings, delta, best, claimed,
-        power=_power(m, claimed, delta, error),
-        curve=row_of_test(told, p, error),
-    )  # fmt: skip
+    told = f"{correct} of {guesses} guesses right, {m} canaries, {events + openings} events"
+    power = _power(m, claimed, delta, error)
+    curve = f"trade-off curve at {len(stated)} δ (Mahloujifar, Melis, Chaudhuri 2024)"
+    return [
+        AuditRow("one-run", "ε", best, claimed, delta, confidence, told, power),
+        row_of_test(curve, p, error),
+    ]
 
 
 def _power(canaries: int, claimed: float, delta: float, error: float) -> float:

@@ -217,6 +217,11 @@ class ChannelSensitivity:
         return self.in_batch if self.single.size <= 1 + self.slack else self.single
 
     @property
+    def row(self) -> AuditRow:
+        """The row of the audit's table."""
+        return AuditRow("sensitivity", "Δ", self.ratio, 1 + self.slack, None, 1.0, self.text)
+
+    @property
     def text(self) -> str:
         """One line for a reader."""
         unit = "C" if self.channel.endswith("gradient") else "b"
@@ -233,27 +238,8 @@ class ChannelSensitivity:
         return line if self.single.size >= _CLIPPED else f"{line}; no record tried was clipped"
 
 
-@dataclass(frozen=True)
-class Sensitivity:
-    """The measured sensitivity of every channel."""
-
-    channels: tuple[ChannelSensitivity, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether no record moves a sum by more than its sensitivity."""
-        return all(channel.passed for channel in self.channels)
-
-    def rows(self, method: str, _: float) -> list[AuditRow]:
-        """Return the rows of the audit's table."""
-        return [
-            AuditRow(method, "Δ", one.ratio, 1 + one.slack, None, 1.0, one.text)
-            for one in self.channels
-        ]
-
-
-def measure_sensitivity(target: Target) -> Sensitivity:
-    """Return how far crafted records move the sums of the oracle under audit. Takes seconds."""
+def measure_sensitivity(target: Target) -> list[ChannelSensitivity]:
+    """Return how far crafted records move every channel's sum of the oracle under audit."""
     made = crafted_records(target)
     found = dict[str, ChannelSensitivity]()
     for asked in requests(target, made):
@@ -264,7 +250,7 @@ def measure_sensitivity(target: Target) -> Sensitivity:
             clipped = not any(0 < c.single.size < _CLIPPED for c in measured)
             if (scale >= _SCALES[1] and clipped) or not all(c.passed for c in measured):
                 break
-    return Sensitivity(tuple(found.values()))
+    return list(found.values())
 
 
 def _worse(one: ChannelSensitivity | None, other: ChannelSensitivity) -> ChannelSensitivity:
