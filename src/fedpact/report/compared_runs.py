@@ -1,9 +1,8 @@
 """The runs of a comparison as read from its folder, where they are NAME/seed-S.
 
-Their plans are compared in canonical form. A list of equal values for all sites is a single value,
-and per-site settings equal to the general ones are left out. sites_per_round equal to the number of
-sites, class weights and schedules of ones, and the noise of sizes that are not released count as
-not given. Weights are identified by their digest.
+Of their plans the meaning is compared. A list of equal values for all sites is a single value.
+sites_per_round equal to the number of sites, class weights and schedules of ones, and the noise of
+sizes that are not released count as not given. Weights are identified by their digest.
 
 A comparison is fair if its runs have the same data, partition, seeds, rounds, budgets and kind of
 privacy. Parts of the method may differ, and are shown. A setting that several algorithms share,
@@ -18,63 +17,16 @@ from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.common.configuration import DEFAULTS_KEY, flatten
 from fedpact.common.errors import InputError
-from fedpact.data.partition import site_names
 from fedpact.evaluation.metrics import METRICS
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.report.tuning_cost import TuningCost
-
-_SCHEDULES: Final = (("privacy", "clip_schedule"), ("local", "schedule"))
-
-
-def canonical(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan.json's content in canonical form."""
-    found = {k: dict(v) if isinstance(v, Mapping) else v for k, v in plan.items()}
-    if found.get("sites_per_round") == found.get("sites") is not None:
-        found["sites_per_round"] = None
-    for table, key, factor in (
-        *((*s, "constant") for s in _SCHEDULES),
-        ("task", "class_weights", None),
-    ):
-        value = (found.get(table) or {}).get(key)
-        if isinstance(value, list) and all(one == 1 for one in value):
-            found[table][key] = factor
-    for table in ("initial", "features"):
-        if (found.get(table) or {}).get("sha256"):
-            found[table].pop("weights", None)
-    if found.get("privacy"):
-        _grant(found, found["privacy"])
-    return found
-
-
-def _grant(plan: dict[str, Any], privacy: dict[str, Any]) -> None:
-    """Put what [privacy.per_site] says into lists, in the order of the sites' names."""
-    # A natural partition's sites have the data set's own names.
-    natural = (plan.get("partition") or {}).get("kind", "natural") == "natural"
-    names = [] if natural else site_names(plan.get("sites") or 0)
-    own = privacy.get("per_site") or {}
-    rate = ("sampling_rate", plan)
-    for key, table in (("epsilon", privacy), ("delta", privacy), ("sigma", privacy), rate):
-        each = table.get(key)
-        if names and own.keys() <= {*names}:
-            each = each if isinstance(each, list) else [each] * len(names)
-            granted = [own.get(name, {}).get(key) for name in names]
-            # A list of another length is refused when the run begins.
-            each = [e if one is None else one for one, e in zip(granted, each, strict=False)]
-            privacy["per_site"] = {}
-        if isinstance(each, list) and all(one == each[0] for one in each):
-            each = each[0]
-        if key in table:
-            table[key] = each
-    if privacy.get("sizes") == "public":
-        privacy.pop("size_noise", None)
-
 
 JsonMapping = Mapping[str, Any]
 
@@ -86,6 +38,14 @@ _METHOD = (
 _METHOD_OF_PRIVACY = ("privacy.clip", "privacy.sigma")
 # Does not change what is trained, or differs between the runs of an entry.
 _NOTHING = ("run", "seed", "about")
+_EACH = ("sampling_rate", "privacy.epsilon", "privacy.delta", "privacy.sigma")
+"""Settings that may be lists of values, one for each site."""
+_ONES = {
+    "privacy.clip_schedule": "constant",
+    "local.schedule": "constant",
+    "task.class_weights": None,
+}
+"""Settings that may be lists of factors -> what means a factor of 1."""
 LOCAL_STEPS_KEY = "settings.local_steps"
 """The key of τ, also for algorithms without such a setting."""
 _UNKNOWN = object()
@@ -152,14 +112,24 @@ def _is_left(key: str, plan: JsonMapping) -> bool:
 
 
 def _applicable(plan: JsonMapping) -> dict[str, Any]:
-    flat = flatten(canonical(plan))
+    """Return the settings that have a meaning in a plan, by dotted key."""
+    flat = flatten(plan)
     flat.setdefault(LOCAL_STEPS_KEY, _steps(plan))
     plain = flat.get("privacy.mode") == "none"
+    for key in (*_EACH, *_ONES):
+        value = flat.get(key)
+        if isinstance(value, list) and all(one == value[0] for one in value):
+            flat[key] = _ONES[key] if key in _ONES and value[0] == 1 else value[0]
+    if flat.get("sites_per_round") == flat.get("sites") is not None:
+        flat["sites_per_round"] = None
+    idle = {f"{table}.weights" for table in ("initial", "features") if flat.get(f"{table}.sha256")}
+    idle |= {"privacy.size_noise"} if flat.get("privacy.sizes") == "public" else set()
     return {
         key: value
         for key, value in flat.items()
         if key.split(".")[0] not in (*_NOTHING, DEFAULTS_KEY)
         and value is not _UNKNOWN
+        and key not in idle
         and not (plain and key.startswith("privacy.") and key != "privacy.mode")
     }
 
@@ -211,29 +181,6 @@ def name_swept_value(key: str, value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class PairedDifference:
-    """An entry's measure minus the reference's, over the seeds that both have run.
-
-    low, high: 95 % interval of the mean by Student's t. p: two-sided, for no difference in means.
-    Both assume normal differences. For a single seed, or equal differences, which say nothing about
-    their spread, the interval is NaN and p is 1.
-    """
-
-    entry: "Entry"
-    reference: "Entry"
-    seeds: int
-    mean: float
-    low: float
-    high: float
-    p: float
-
-    @property
-    def known(self) -> bool:
-        """Whether there is an interval."""
-        return math.isfinite(self.low)
-
-
-@dataclass(frozen=True)
 class SweepPoint:
     """An entry's place in a sweep. base: its name without swept values. values: key -> value."""
 
@@ -262,9 +209,9 @@ class Entry:
         """Its name without swept values."""
         return self.point.base or self.name
 
-    def spread(self, measure: Callable[[RunSummary], float | None]) -> Spread | None:
-        """Return a measure's mean and deviation over the runs; None if a run has no value."""
-        values = [measure(run) for run in self.runs]
+    def spread(self, figure: str) -> Spread | None:
+        """Return a figure's mean and deviation over the runs; None if a run has no value."""
+        values = [run.figures.get(figure) for run in self.runs]
         known = [value for value in values if value is not None]
         if not known or len(known) < len(values):
             return None
@@ -273,11 +220,9 @@ class Entry:
         deviation = statistics.stdev(known) if len(known) > 1 else None
         return Spread(statistics.fmean(known), deviation)
 
-    def range(
-        self, measure: Callable[[RunSummary], tuple[float, float] | None]
-    ) -> tuple[float, float] | None:
-        """Return the range over all runs; None if no run has a value."""
-        known = [pair for run in self.runs if (pair := measure(run)) is not None]
+    def range(self, name: str) -> tuple[float, float] | None:
+        """Return the range of a RunSummary's range over all runs; None if no run has one."""
+        known = [pair for run in self.runs if (pair := getattr(run, name)) is not None]
         return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
     @property
@@ -299,6 +244,29 @@ class Entry:
         if self.missing:
             told.append(f"missing: seed {', '.join(map(str, sorted(self.missing)))}")
         return "; ".join(told)
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """An entry's measure minus the reference's, over the seeds that both have run.
+
+    low, high: 95 % interval of the mean by Student's t. p: two-sided, for no difference in means.
+    Both assume normal differences. For a single seed, or equal differences, which say nothing about
+    their spread, the interval is NaN and p is 1.
+    """
+
+    entry: Entry
+    reference: Entry
+    seeds: int
+    mean: float
+    low: float
+    high: float
+    p: float
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an interval."""
+        return math.isfinite(self.low)
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,9 +317,16 @@ class Comparison:
         return "accuracy" if any(r.counted for r in self.runs) or not self.runs else "mean loss"
 
     @property
+    def key_figures(self) -> dict[str, str]:
+        """What is drawn over a swept key, and compared by pairs: name -> the figure's key."""
+        if self.judged == "accuracy":
+            return {"accuracy": "accuracy", "worst site": "worst_accuracy"}
+        return {"mean loss": "loss"}
+
+    @property
     def averaged(self) -> bool:
         """Whether some run kept an average of models."""
-        return any(run.averaged("loss") is not None for run in self.runs)
+        return any(run.figures["average_loss"] is not None for run in self.runs)
 
     @property
     def pooled(self) -> bool:
@@ -416,24 +391,17 @@ class Comparison:
         """Point of the sweep in words -> its entries."""
         return _group(self.entries, lambda entry: str(entry.point))
 
-    def pair(self, measure: Callable[[RunSummary], float | None]) -> "list[PairedDifference]":
+    def pair(self, figure: str) -> list[PairedDifference]:
         """Return each entry's difference from the first entry at the same point.
 
-        A single algorithm in a sweep is compared with itself at the first point.
+        Then each algorithm's difference from itself at the first point, with a correction of its
+        own: if each point has a single algorithm, only that.
         """
-        return _differences([*self.groups.values()] if self._several else [self.entries], measure)
-
-    def pair_points(
-        self, measure: Callable[[RunSummary], float | None]
-    ) -> "list[PairedDifference]":
-        """Return each algorithm's difference from itself at the first point; none of one alone."""
-        bases = _group(self.entries if self._several else (), lambda entry: entry.base)
-        return _differences(bases.values(), measure)
-
-    @property
-    def _several(self) -> bool:
-        """Whether several algorithms share a point."""
-        return any(len(group) > 1 for group in self.groups.values())
+        groups = [*self.groups.values()]
+        if all(len(group) == 1 for group in groups):
+            return _differences([self.entries], figure)
+        bases = _group(self.entries, lambda entry: entry.base).values()
+        return _differences(groups, figure) + _differences(bases, figure)
 
 
 def _group(entries: Iterable[Entry], by: Callable[[Entry], str]) -> dict[str, list[Entry]]:
@@ -469,15 +437,13 @@ def read_compared(
     return entries
 
 
-def _differences(
-    groups: Iterable[Sequence[Entry]], measure: Callable[[RunSummary], float | None]
-) -> list[PairedDifference]:
+def _differences(groups: Iterable[Sequence[Entry]], figure: str) -> list[PairedDifference]:
     """Compare the others of each group with its first entry.
 
     p is corrected for all of them by Holm's method (Scandinavian Journal of Statistics 6, 1979).
     """
     pairs = [(entry, group[0]) for group in groups for entry in group[1:]]
-    found = [one for pair in pairs if (one := _pair(*pair, measure))]
+    found = [one for pair in pairs if (one := _pair(*pair, figure))]
     least, order = 0.0, sorted(range(len(found)), key=lambda i: found[i].p)
     for rank, i in enumerate(order):
         least = max(least, min(1.0, (len(found) - rank) * found[i].p))
@@ -485,15 +451,13 @@ def _differences(
     return found
 
 
-def _pair(
-    entry: Entry, reference: Entry, measure: Callable[[RunSummary], float | None]
-) -> PairedDifference | None:
+def _pair(entry: Entry, reference: Entry, figure: str) -> PairedDifference | None:
     """Compare them over their common seeds; None if these have no finite figures."""
-    # scipy.special takes time to load.
-    from scipy.special import stdtr, stdtrit
+    # scipy.stats takes time to load.
+    from scipy.stats import ttest_1samp
 
-    others = {run.seed: measure(run) for run in reference.runs}
-    pairs = [(measure(run), others[run.seed]) for run in entry.runs if run.seed in others]
+    others = {run.seed: run.figures[figure] for run in reference.runs}
+    pairs = [(run.figures[figure], others[run.seed]) for run in entry.runs if run.seed in others]
     found = [a - b for a, b in pairs if a is not None and b is not None]
     if not found or not all(map(math.isfinite, found)):
         return None
@@ -501,10 +465,9 @@ def _pair(
     # Accuracies on few records are often equally far apart; what is left is rounding.
     if max(found) - min(found) <= 1e-9 * max(1.0, abs(mean)):
         return PairedDifference(entry, reference, n, mean, math.nan, math.nan, 1.0)
-    error = statistics.stdev(found) / math.sqrt(n)
-    half = float(stdtrit(n - 1, 0.975)) * error
-    p = 2 * float(stdtr(n - 1, -abs(mean) / error))
-    return PairedDifference(entry, reference, n, mean, mean - half, mean + half, p)
+    test = ttest_1samp(found, 0.0)
+    low, high = map(float, test.confidence_interval(0.95))
+    return PairedDifference(entry, reference, n, mean, low, high, float(test.pvalue))
 
 
 def run_folder(folder: Path, name: str, seed: int) -> Path:

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -14,9 +13,14 @@ from fedpact.common.format import count_noun, duration, number, percent, size, s
 from fedpact.common.notebook import TextTable
 from fedpact.common.records import strict
 from fedpact.evaluation.metrics import find_display
-from fedpact.report.compared_runs import Comparison, Entry, name_swept_value, run_folder
+from fedpact.report.compared_runs import (
+    Comparison,
+    Entry,
+    PairedDifference,
+    name_swept_value,
+    run_folder,
+)
 from fedpact.report.comparison_charts import (
-    SWEPT,
     name_pair,
     on_the_way,
     series,
@@ -35,34 +39,18 @@ from fedpact.report.meaning import explain_comparison
 from fedpact.report.run_summary import RunSummary
 from fedpact.report.template import page
 
-RunMeasure = Callable[[RunSummary], float | None]
 Cell = Callable[[Entry], str]
-
-_MEASURES: Final[Mapping[str, RunMeasure]] = {
-    "accuracy": lambda run: run.accuracy,
-    "loss": lambda run: run.loss,
-    "average_accuracy": lambda run: run.averaged("accuracy"),
-    "average_loss": lambda run: run.averaged("loss"),
-    "worst_accuracy": lambda run: run.worst,
-    "worst_tenth": lambda run: run.fairness and run.fairness["worst_tenth"],
-    "accuracy_variance": lambda run: run.fairness and run.fairness["variance"],
-    "accuracy_entropy": lambda run: run.fairness and run.fairness["entropy"],
-    "rounds": lambda run: run.last.round,
-    "bytes": lambda run: run.bytes,
-    "seconds": lambda run: run.seconds,
-}
-"""JSON key -> figure of a run; entries have its mean and deviation."""
 
 
 def _hundredths(value: float) -> str:
     return f"{100 * value:.2f}"
 
 
-def _percents(of: RunMeasure) -> Cell:
+def _percents(figure: str) -> Cell:
     """Per cent with two decimals: methods are compared by fractions of a point."""
 
     def cell(entry: Entry) -> str:
-        spread = entry.spread(of)
+        spread = entry.spread(figure)
         if spread is None or not math.isfinite(spread.mean):
             return percent(spread and spread.mean)
         apart = "" if spread.deviation is None else f" ± {_hundredths(spread.deviation)}"
@@ -71,25 +59,25 @@ def _percents(of: RunMeasure) -> Cell:
     return cell
 
 
-def _in_words(of: RunMeasure, form: Callable[[float], str]) -> Cell:
+def _few_digits(value: float) -> str:
+    return number(value, digits=3 if value < 1000 else 4)
+
+
+def _numbers(figure: str, form: Callable[[float], str] = _few_digits) -> Cell:
     """Mean ± deviation, each formatted by form; a dash if a run has no value."""
 
     def cell(entry: Entry) -> str:
-        spread = entry.spread(of)
+        spread = entry.spread(figure)
         return number(None) if spread is None else spread.describe(form)
 
     return cell
 
 
-def _numbers(of: RunMeasure) -> Cell:
-    return _in_words(of, lambda value: number(value, digits=3 if value < 1000 else 4))
-
-
-def _range(of: Callable[[RunSummary], tuple[float, float] | None]) -> Cell:
+def _range(name: str) -> Cell:
     """The range over rounds, sites and runs."""
 
     def cell(entry: Entry) -> str:
-        found = entry.range(of)
+        found = entry.range(name)
         return number(None) if found is None else span(*map(number, found))
 
     return cell
@@ -107,19 +95,15 @@ def _format_epsilon(entry: Entry) -> str:
 
 def _quality(comparison: Comparison) -> dict[str, Cell]:
     """Return the columns on models and their privacy, the most important first."""
-    judged, form, key, worst = comparison.judged, _percents, "accuracy", "worst"
+    judged, form, key = comparison.judged, _percents, "accuracy"
     if judged != "accuracy":
-        form, key, worst = _numbers, "loss", "worst_loss"
-    found = {
-        judged: form(attrgetter(key)),
-        "worst site": form(attrgetter(worst)),
-        "ε": _format_epsilon,
-    }
+        form, key = _numbers, "loss"
+    found = {judged: form(key), "worst site": form(f"worst_{key}"), "ε": _format_epsilon}
     if comparison.averaged:
-        found[f"{judged}, averaged model"] = form(methodcaller("averaged", key))
+        found[f"{judged}, averaged model"] = form(f"average_{key}")
     for name in comparison.measured:
         form = _percents if find_display(name).form == "percent" else _numbers
-        found[find_display(name).label] = form(methodcaller("metric", name))
+        found[find_display(name).label] = form(name)
     return found
 
 
@@ -134,9 +118,9 @@ def figure_columns(comparison: Comparison) -> dict[str, Cell]:
     columns: dict[str, Cell] = {
         **_quality(comparison),
         "seeds": lambda entry: describe_seeds([run.seed for run in entry.runs]),
-        "rounds": _numbers(_MEASURES["rounds"]),
-        "bytes": _in_words(_MEASURES["bytes"], size),
-        "seconds": _in_words(_MEASURES["seconds"], duration),
+        "rounds": _numbers("rounds"),
+        "bytes": _numbers("bytes", size),
+        "seconds": _numbers("seconds", duration),
     }
     if any(entry.statuses for entry in comparison.entries):
         columns["status"] = lambda entry: entry.statuses
@@ -162,7 +146,7 @@ def comparison_table(comparison: Comparison) -> TextTable:
 def tabulate_sweep(comparison: Comparison, key: str) -> list[TextTable]:
     """Return a table for each measure, with a row for each method and a column for each value."""
     found = list[TextTable]()
-    for measure in SWEPT:
+    for measure in comparison.key_figures:
         lines = series(comparison, key, measure)
         values = {text: value for line in lines for text, (value, _) in line.points.items()}
         form = number if measure == "mean loss" else _hundredths
@@ -191,20 +175,24 @@ def paired_table(comparison: Comparison) -> TextTable | None:
 
     None without common seeds.
     """
-    rows, headings = dict[str, list[str]](), list[str]()
-    for measure, of in SWEPT.items():
-        found = [*comparison.pair(of), *comparison.pair_points(of)]
+    found = {measure: comparison.pair(key) for measure, key in comparison.key_figures.items()}
+    found = {measure: pairs for measure, pairs in found.items() if pairs}
+    rows = {name_pair(comparison, one): list[str]() for pairs in found.values() for one in pairs}
+    for measure, pairs in found.items():
         form = "{:+.4g}".format if measure == "mean loss" else lambda value: f"{100 * value:+.2f}"
-        if found:
-            headings += [measure, "95 % interval", "p"]
-        for one in found:
-            row = rows.setdefault(name_pair(comparison, one), [])
-            row += ["–"] * (len(headings) - 3 - len(row)) + [form(one.mean)]
-            interval = f"{form(one.low)} to {form(one.high)}"
-            chance = "< 0.001" if one.p < 0.001 else f"{one.p:.{2 if one.p >= 0.01 else 3}f}"
-            row += [interval, chance] if one.known else ["–", "–"]
-    filled = [(name, *row, *["–"] * (len(headings) - len(row))) for name, row in rows.items()]
+        named = {name_pair(comparison, one): one for one in pairs}
+        for name, row in rows.items():
+            row += _paired_cells(named[name], form) if name in named else "–––"
+    headings = [heading for measure in found for heading in (measure, "95 % interval", "p")]
+    filled = [(name, *row) for name, row in rows.items()]
     return TextTable(tuple(headings), filled) if rows else None
+
+
+def _paired_cells(one: PairedDifference, form: Callable[[float], str]) -> tuple[str, str, str]:
+    if not one.known:
+        return form(one.mean), "–", "–"
+    chance = "< 0.001" if one.p < 0.001 else f"{one.p:.{2 if one.p >= 0.01 else 3}f}"
+    return form(one.mean), f"{form(one.low)} to {form(one.high)}", chance
 
 
 EFFORT_NOTE: Final = (
@@ -216,11 +204,11 @@ EFFORT_NOTE: Final = (
 def effort(comparison: Comparison) -> TextTable:
     """Return what each entry computed."""
     columns = {
-        "τ": _range(attrgetter("steps")),
-        "η": _range(attrgetter("learning_rate")),
-        "iterations": _in_words(attrgetter("iterations"), number),
-        "records read": _in_words(attrgetter("records_read"), number),
-        "σ": _range(attrgetter("sigma")),
+        "τ": _range("steps"),
+        "η": _range("learning_rate"),
+        "iterations": _numbers("iterations", number),
+        "records read": _numbers("records_read", number),
+        "σ": _range("sigma"),
     }
     return tabulate(columns, comparison)
 
@@ -228,12 +216,10 @@ def effort(comparison: Comparison) -> TextTable:
 def _fair(comparison: Comparison) -> TextTable:
     """Return how evenly each entry's accuracy is spread over sites."""
     columns = {
-        "mean loss": _numbers(attrgetter("loss")),
-        "deviation over sites": _percents(
-            lambda run: run.fairness and run.fairness["variance"] ** 0.5
-        ),
-        "worst 10 %": _percents(_MEASURES["worst_tenth"]),
-        "entropy": _in_words(_MEASURES["accuracy_entropy"], lambda value: f"{value:.4f}"),
+        "mean loss": _numbers("loss"),
+        "deviation over sites": _percents("accuracy_deviation"),
+        "worst 10 %": _percents("worst_tenth"),
+        "entropy": _numbers("accuracy_entropy", "{:.4f}".format),
     }
     return tabulate(columns, comparison)
 
@@ -332,7 +318,7 @@ def _guarantee(entry: Entry, statement: Mapping[str, Any]) -> str:
 
 def document(comparison: Comparison) -> dict[str, Any]:
     """Return everything as plain data: per run, and mean and standard deviation per entry."""
-    measures = {**_MEASURES, **{n: methodcaller("metric", n) for n in comparison.measured}}
+    figures = dict.fromkeys(name for run in comparison.runs for name in run.figures)
     return {
         "equal": not comparison.inequalities,
         "differs_in": comparison.inequalities,
@@ -341,25 +327,21 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "paired": {
             measure: [
                 strict({**vars(one), "entry": one.entry.name, "reference": one.reference.name})
-                for one in [*comparison.pair(of), *comparison.pair_points(of)]
+                for one in comparison.pair(key)
             ]
-            for measure, of in SWEPT.items()
+            for measure, key in comparison.key_figures.items()
         },
         "entries": {
             entry.name: {
                 "swept": dict(entry.point.values),
                 "chosen": dict(comparison.chosen.get(entry.name, {})),
                 "private": entry.private,
-                **{name: (s := entry.spread(of)) and asdict(s) for name, of in measures.items()},
-                "local_steps": entry.range(attrgetter("steps")),
-                "learning_rate": entry.range(attrgetter("learning_rate")),
-                "sigma": entry.range(attrgetter("sigma")),
-                "iterations": (s := entry.spread(attrgetter("iterations"))) and s.mean,
-                "records_read": (s := entry.spread(attrgetter("records_read"))) and s.mean,
+                **{name: (s := entry.spread(name)) and asdict(s) for name in figures},
+                "local_steps": entry.range("steps"),
+                "learning_rate": entry.range("learning_rate"),
+                "sigma": entry.range("sigma"),
                 **_cost(entry),
-                "runs": {
-                    str(run.seed): _run_document(run, comparison.measured) for run in entry.runs
-                },
+                "runs": {str(run.seed): _run_document(run) for run in entry.runs},
                 "missing": {str(seed): why for seed, why in entry.missing.items()},
                 "joining": _joining_document(entry),
                 "evaluation": average_figures(run.released for run in entry.runs) or None,
@@ -381,17 +363,16 @@ def _cost(of: Entry | RunSummary) -> dict[str, float | None]:
     }
 
 
-def run_figures(run: RunSummary, measured: Iterable[str]) -> dict[str, float | None]:
-    """Return a run's figures by JSON key. measured: the metrics to include."""
-    metrics = {name: run.metric(name) for name in measured}
-    return {**{name: of(run) for name, of in _MEASURES.items()}, **metrics, **_cost(run)}
+def run_figures(run: RunSummary) -> dict[str, float | None]:
+    """Return a run's figures and its ε by JSON key."""
+    return {**run.figures, **_cost(run)}
 
 
-def _run_document(run: RunSummary, measured: Iterable[str]) -> dict[str, Any]:
+def _run_document(run: RunSummary) -> dict[str, Any]:
     return {
         "folder": str(run.path),
         "status": run.status,
-        **run_figures(run, measured),
+        **run_figures(run),
         "fairness": run.fairness,
         "adjacency": run.privacy["adjacency"] if run.private else None,
         "accountant": run.privacy["accountant"] if run.private else None,

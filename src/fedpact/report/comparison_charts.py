@@ -4,9 +4,9 @@ Each function returns a Chart, or None if there is nothing to draw.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from matplotlib.ticker import NullLocator
@@ -118,21 +118,14 @@ class Series:
     points: dict[str, tuple[Any, Spread]]
 
 
-SWEPT: Final[dict[str, Callable[[RunSummary], float | None]]] = {
-    "accuracy": lambda run: run.accuracy,
-    "worst site": lambda run: run.worst,
-    "mean loss": lambda run: None if run.counted else run.loss,
-}
-
-
 def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
-    """Return a measure of SWEPT over a swept key, for each combination of everything else.
+    """Return one of `Comparison.key_figures` over a swept key, for each combination of everything else.
 
     Entries without a value in some run are left out.
     """
     found = dict[str, Series]()
     for entry in comparison.entries:
-        values, spread = entry.point.values, entry.spread(SWEPT[measure])
+        values, spread = entry.point.values, entry.spread(comparison.key_figures[measure])
         if key not in values or spread is None or not math.isfinite(spread.mean):
             continue
         others = [f"{k} = {v}" for k, v in values.items() if k != key]
@@ -144,7 +137,8 @@ def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
 def sweeps(comparison: Comparison) -> dict[str, list[Chart]]:
     """Draw accuracy and the worst site's accuracy, or mean loss, over every swept key."""
     found = {
-        key: [_over(comparison, key, measure) for measure in SWEPT] for key in comparison.swept
+        key: [_over(comparison, key, measure) for measure in comparison.key_figures]
+        for key in comparison.swept
     }
     return {key: drawn for key, figures in found.items() if (drawn := [d for d in figures if d])}
 

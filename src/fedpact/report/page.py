@@ -205,9 +205,9 @@ def _learning_cards(run: RunSummary) -> Iterator[CardFigure]:
     elif not run.evaluated:
         yield CardFigure("accuracy", "not evaluated", evaluations.why_none(run))
     if run.fairness:
-        worst, tenth = run.fairness["worst_site"], percent(run.fairness["worst_tenth"])
-        note = f"{worst}; the worst 10 % have {tenth}"
-        yield CardFigure("worst site", percent(run.worst), note, simulator_only=True)
+        even = run.fairness
+        note = f"{even['worst_site']}; the worst 10 % have {percent(even['worst_tenth'])}"
+        yield CardFigure("worst site", percent(even["worst_accuracy"]), note, simulator_only=True)
     elif run.worst_loss is not None:
         note = f"mean loss at {ranking(run.scores)[0]}"
         yield CardFigure("worst site", number(run.worst_loss), note, simulator_only=True)

@@ -200,15 +200,33 @@ class RunSummary:
         return fairness(self.scores) if self.scores and self.counted else None
 
     @property
-    def worst(self) -> float | None:
-        """The lowest accuracy of any site."""
-        return self.fairness["worst_accuracy"] if self.fairness else None
-
-    @property
     def worst_loss(self) -> float | None:
         """The largest mean loss of any site; None if there are accuracies."""
         found = self.scores
         return found[ranking(found)[0]].loss if found and not self.counted else None
+
+    @cached_property
+    def figures(self) -> dict[str, float | None]:
+        """The last model's figures and what it took, by their keys in JSON; None if unknown."""
+        even = self.fairness
+        return {
+            "accuracy": self.accuracy,
+            "loss": self.loss,
+            "average_accuracy": self.averaged("accuracy"),
+            "average_loss": self.averaged("loss"),
+            "worst_accuracy": even and even["worst_accuracy"],
+            "worst_loss": self.worst_loss,
+            "worst_tenth": even and even["worst_tenth"],
+            "accuracy_variance": even and even["variance"],
+            "accuracy_deviation": even and even["variance"] ** 0.5,
+            "accuracy_entropy": even and even["entropy"],
+            "rounds": self.last.round,
+            "iterations": self.iterations,
+            "records_read": self.summary.get("records_read"),
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            **{name: self.metric(name) for name in self.measured},
+        }
 
     # ------------------------------------------------------------ what privacy it cost
 
@@ -288,11 +306,6 @@ class RunSummary:
     def iterations(self) -> int:
         """Local iterations of all rounds, for a site that takes part in each."""
         return sum(record.steps for record in self.records)
-
-    @property
-    def records_read(self) -> float | None:
-        """The expected number of records in the batches of all sites; None during the run."""
-        return self.summary.get("records_read")
 
     @property
     def learning_rate(self) -> tuple[float, float] | None:

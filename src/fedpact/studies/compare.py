@@ -80,7 +80,7 @@ class Compared(Comparison):
                 "entry": entry.name,
                 "seed": run.seed,
                 **entry.point.values,
-                **run_figures(run, self.measured),
+                **run_figures(run),
                 "status": run.status,
             }
             for entry in self.entries

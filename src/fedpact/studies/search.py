@@ -9,7 +9,7 @@ with noise for its own rounds, so the privacy costs of all runs add up.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -233,7 +233,7 @@ def _rank(found: Compared, name: str) -> list[Mapping[str, Any]]:
     """Return a plan's points, best first: by the mean accuracy over seeds, or else by the loss."""
     scores = list[tuple[float, Mapping[str, Any]]]()
     for entry in found.entries:
-        accuracy, loss = (entry.spread(attrgetter(of)) for of in ("accuracy", "loss"))
+        accuracy, loss = map(entry.spread, ("accuracy", "loss"))
         score = accuracy.mean if accuracy else -loss.mean if loss else math.nan
         if entry.base == name and math.isfinite(score):
             scores.append((score, entry.point.values))
