@@ -114,6 +114,8 @@ def _is_left(key: str, plan: JsonMapping) -> bool:
 def _applicable(plan: JsonMapping) -> dict[str, Any]:
     """Return the settings that have a meaning in a plan, by dotted key."""
     flat = flatten(plan)
+    # Whole, so that what only one plan gives its sites counts.
+    flat["privacy.per_site"] = (plan.get("privacy") or {}).get("per_site") or {}
     flat.setdefault(LOCAL_STEPS_KEY, _steps(plan))
     plain = flat.get("privacy.mode") == "none"
     for key in (*_EACH, *_ONES):
@@ -130,6 +132,7 @@ def _applicable(plan: JsonMapping) -> dict[str, Any]:
         if key.split(".")[0] not in (*_NOTHING, DEFAULTS_KEY)
         and value is not _UNKNOWN
         and key not in idle
+        and not key.startswith("privacy.per_site.")
         and not (plain and key.startswith("privacy.") and key != "privacy.mode")
     }
 

@@ -119,7 +119,7 @@ class Series:
 
 
 def series(comparison: Comparison, key: str, measure: str) -> list[Series]:
-    """Return one of `Comparison.key_figures` over a swept key, for each combination of everything else.
+    """Return a key figure over a swept key, for each combination of everything else.
 
     Entries without a value in some run are left out.
     """
