@@ -71,21 +71,6 @@ def test_the_least_beta_inverts_the_upper_bound(solver):
         assert most_tau(beta * (1 - 1e-9), solver) == tau - 1
 
 
-@pytest.mark.parametrize("solver", ["sarah", "svrg"])
-def test_at_any_penalty_more_iterations_are_more_exact(solver):
-    # With the least β of Lemma 1, and with the best above it.
-    rng = random.Random(13)
-    taus = np.unique(np.geomspace(5, 1e7, 150).round())
-    for _ in range(20):
-        losses = drawn(rng)
-        mu = losses.weak_convexity + losses.smoothness * 10 ** rng.uniform(-1, 4)
-        best = 3 + math.sqrt(9 + (mu / losses.smoothness) ** 2)
-        least = [least_beta(tau, solver) for tau in taus]
-        for betas in (least, [max(beta, best) for beta in least]):
-            thetas = [local_accuracy(losses, mu, b, t) for b, t in zip(betas, taus, strict=True)]
-            assert np.all(np.diff(thetas) < 0)
-
-
 def test_theta_of_theorem_1_in_its_printed_form_and_digits():
     rng = random.Random(3)
     for _ in range(50):

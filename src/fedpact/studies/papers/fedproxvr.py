@@ -19,11 +19,8 @@ units), S = 1 + σ̄², x = μ - λ, b = β - 3 and θ² = 3(β² + μ²)/(x b �
 
     (1 + γτ) μ / (1 - P),   P = θ sqrt(2S) + (2/x) sqrt((1+θ²)S) + (2μ/x²)(1+θ²)S,   P < 1.
 
-At a given τ it has one minimum, which closing in by thirds finds: μ, β, β² + μ² and so θ² are
-posynomials of x and b, hence P is log-convex in (log x, log b), and so is what remains of it after
-minimising over log b in an interval; then log μ - log(1 - P) is convex in log x. The best β at
-given μ, τ is 3 + sqrt(9 + μ²), or the end of its interval nearest to that. Grids that close in on
-the best τ do the rest: μ is less than the objective over (1 + γτ), which bounds τ.
+It has one minimum in (log x, log τ), which grids that close in on it find. The best β at given μ, τ
+is 3 + sqrt(9 + μ²), or the end of its interval nearest to that.
 """
 
 import json
@@ -34,7 +31,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
 from fedpact.common import check
@@ -121,11 +117,10 @@ def decrease(losses: Losses, mu: float, theta: float) -> float:
     return (1 - lost) / mu
 
 
-Vector = NDArray[np.float64]
-
-_THIRDS: Final = 110
-_POINTS: Final = 300
-"""Values of τ in a grid."""
+_POINTS: Final = 120
+"""Of a grid, on each side."""
+_KEPT: Final = 3  # points to each side of the best one that the next grid covers
+_MOST_TAU: Final = 2.0**63
 
 
 @dataclass(frozen=True)
@@ -142,55 +137,6 @@ class Parameters:
     theta: float
     decrease: float
     objective: float
-
-
-@dataclass(frozen=True)
-class _Search:
-    """The search in units of L. tight: τ at its upper bound, so that β follows from it."""
-
-    weak: float
-    spread: float
-    solver: Solver
-    tight: bool
-
-    @property
-    def least_x(self) -> float:
-        """What x exceeds where P < 1, as P >= (2/x)(sqrt(S) + S)."""
-        return 2 * (self.spread + math.sqrt(self.spread))
-
-    def best_beta(self, mu: Vector, least: Vector) -> Vector:
-        """Return the best β of those from `least`."""
-        return least if self.tight else np.maximum(least, 3 + np.sqrt(9 + mu**2))
-
-    def at(self, tau: Vector) -> tuple[Vector, Vector]:
-        """Return M(τ), the least μ/(1 - P) whatever γ, inf where there is none, and its μ."""
-        least = np.array([least_beta(float(t), self.solver) for t in tau])
-
-        def lost(x: Vector) -> Vector:
-            mu = x + self.weak
-            beta = self.best_beta(mu, least)
-            theta2 = 3 * (beta**2 + mu**2) / (x * (beta - 3) * tau)
-            inexact = (1 + theta2) * self.spread
-            p = np.sqrt(2 * self.spread * theta2) + 2 / x * np.sqrt(inexact)
-            return p + 2 * mu / x**2 * inexact
-
-        def height(log_x: Vector) -> Vector:
-            x = np.exp(log_x)
-            p = lost(x)
-            # Where P >= 1, towards the minimum of P.
-            return np.where(p < 1, np.log(x + self.weak) - np.log1p(-p), 1e6 * (1 + p))
-
-        left = np.full(tau.shape, math.log(self.least_x))
-        right = left + 60
-        with np.errstate(all="ignore"):  # β = 3, or a θ beyond float64: P is inf
-            for _ in range(_THIRDS):
-                third = (right - left) / 3
-                falls = height(left + third) > height(right - third)
-                left = np.where(falls, left + third, left)
-                right = np.where(falls, right, right - third)
-            x = np.exp((left + right) / 2)
-            p, mu = lost(x), x + self.weak
-            return np.where(p < 1, mu / (1 - p), np.inf), mu
 
 
 def minimise(
@@ -214,39 +160,62 @@ def minimise(
     check.positive(gamma=gamma)
     if solver not in ("sarah", "svrg"):
         raise InputError(f"solver is {solver!r}: expected sarah or svrg, which Lemma 1 covers")
-    weak = losses.weak_convexity / losses.smoothness
-    search = _Search(weak, 1 + losses.heterogeneity, solver, tight)
-    low, high = _ends(search, gamma, whole)
-    while True:
-        taus = np.geomspace(low, high, _POINTS)
-        if whole:
-            taus = np.unique(np.round(taus))
-        least, mus = search.at(taus)
-        best = int(((1 + gamma * taus) * least).argmin())
-        if high - low < _POINTS / 2 if whole else high < low * (1 + 1e-9):
-            break
-        low, high = float(taus[max(best - 1, 0)]), float(taus[min(best + 1, len(taus) - 1)])
-    tau = int(taus[best]) if whole else float(taus[best])
-    beta = float(search.best_beta(mus[best], np.array(least_beta(tau, solver))))
-    mu = float(mus[best]) * losses.smoothness
+    first = 33 / 8 if tight and solver == "sarah" else 1.0  # there β is 3
+    first = float(math.ceil(first)) if whole else first
+    tau, mu, least = _search(losses, gamma, solver, tight, first, _MOST_TAU)
+    if not least < math.inf:
+        raise InputError(
+            f"heterogeneity is {losses.heterogeneity!r}: no μ, β and τ within float64 have Θ > 0; "
+            "expected a smaller one"
+        )
+    if whole:
+        near = {max(first, float(math.floor(tau))), float(math.ceil(tau))}
+        tau, mu, _ = min(
+            (_search(losses, gamma, solver, tight, each, each) for each in near),
+            key=lambda found: found[2],
+        )
+    beta = _best_beta(mu, np.array(least_beta(tau, solver)), tight)
+    tau, beta, mu = round(tau) if whole else tau, float(beta), mu * losses.smoothness
     theta = local_accuracy(losses, mu, beta, tau)
     per_round = decrease(losses, mu, theta)
     return Parameters(mu, beta, tau, theta, per_round, (1 + gamma * tau) / per_round)
 
 
-def _ends(search: _Search, gamma: float, whole: bool) -> tuple[float, float]:
-    """Return the least and the largest τ that can be best."""
-    first = 33 / 8 if search.tight and search.solver == "sarah" else 1.0  # there β is 3
-    first = float(math.ceil(first)) if whole else first
-    starts: Vector = np.ldexp(first, np.arange(64))
-    some = float(((1 + gamma * starts) * search.at(starts)[0]).min())
-    if not math.isfinite(some):
-        raise InputError(
-            f"heterogeneity is {search.spread - 1!r}: no μ, β and τ within float64 have Θ > 0; "
-            "expected a smaller one"
-        )
-    last = max(first, (some / (search.least_x + search.weak) - 1) / gamma)
-    return first, float(math.floor(last)) if whole else last
+def _best_beta(mu: Any, least: Any, tight: bool) -> Any:
+    """Return the best β of those from `least`, in units of L. tight: β follows from τ."""
+    return least if tight else np.maximum(least, 3 + np.sqrt(9 + mu**2))
+
+
+def _search(
+    losses: Losses, gamma: float, solver: Solver, tight: bool, first: float, last: float
+) -> tuple[float, float, float]:
+    """Return the best τ from `first` to `last`, its μ in units of L, and (1 + γτ) μ/(1 - P).
+
+    That is inf if P >= 1 everywhere.
+    """
+    weak, spread = losses.weak_convexity / losses.smoothness, 1 + losses.heterogeneity
+    # Where P < 1, x exceeds this, as P >= (2/x)(sqrt(S) + S).
+    low = math.log(2 * (spread + math.sqrt(spread)))
+    sides = [np.linspace(low, low + 60, _POINTS), np.linspace(*np.log((first, last)), _POINTS)]
+    best = tau, mu, cost = first, math.nan, math.inf
+    while True:
+        with np.errstate(all="ignore"):  # β = 3, or beyond float64: P is inf
+            taus, xs = np.exp(sides[1]), np.exp(sides[0])[:, None]
+            mus = xs + weak
+            beta = _best_beta(mus, np.array([least_beta(float(t), solver) for t in taus]), tight)
+            theta2 = 3 * (beta**2 + mus**2) / (xs * (beta - 3) * taus)
+            inexact = (1 + theta2) * spread
+            p = np.sqrt(2 * spread * theta2) + 2 / xs * np.sqrt(inexact) + 2 * mus / xs**2 * inexact
+            costs = np.where(p < 1, (1 + gamma * taus) * mus / (1 - p), np.inf)
+        place = np.unravel_index(costs.argmin(), costs.shape)
+        tau, mu, cost = float(taus[place[1]]), float(mus[place[0], 0]), float(costs[place])
+        best = min(best, (tau, mu, cost), key=lambda found: found[2])
+        if not cost < math.inf or np.ptp(sides[0]) < 1e-9:
+            return best
+        sides = [
+            np.linspace(*side[[max(0, at - _KEPT), min(_POINTS - 1, at + _KEPT)]], _POINTS)
+            for side, at in zip(sides, place, strict=True)
+        ]
 
 
 UNIT = "(1 + γτ)/Θ: training time in units of Δ(w⁰) d_com/ε, ε the accuracy asked for"
