@@ -19,7 +19,7 @@ import numpy as np
 from fedpact.common.errors import DataError
 from fedpact.common.format import size
 from fedpact.common.messages import RoundRecord, SiteScore
-from fedpact.common.run_folder import explain_not_a_run
+from fedpact.common.run_folder import Folder
 from fedpact.evaluation.metrics import Fairness, fairness, ranking
 from fedpact.privacy.guarantee import Guarantee
 from fedpact.report.audited import Audit, read_audit
@@ -375,17 +375,20 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
 
     begun: False also reads a run without any round; it gets an empty round 0.
     """
+    of, rounds = Folder(folder), folder / "rounds.jsonl"
     names = ("summary", "environment", "partition", "joining", "audit")
     try:
-        other = {name: _read(folder / f"{name}.json", needed=False) for name in names}
+        # summary.json among others is written later, or by another command.
+        other = {
+            name: of.read_json(file) if (folder / (file := f"{name}.json")).exists() else {}
+            for name in names
+        }
         audit, partition = other.pop("audit"), other.pop("partition")
         run = RunSummary(
             path=folder,
-            plan=_read(folder / "plan.json"),
-            privacy=_read(folder / "privacy.json"),
-            records=_read_records(folder / "rounds.jsonl")
-            if begun or (folder / "rounds.jsonl").exists()
-            else [RoundRecord(round=0)],
+            plan=of.read_json("plan.json"),
+            privacy=of.read_json("privacy.json"),
+            records=_read_records(rounds) if begun or rounds.exists() else [RoundRecord(round=0)],
             audit=read_audit(audit) if audit else None,
             partition=_without_records(partition) if partition else {},
             **other,
@@ -393,7 +396,7 @@ def read_run(folder: Path, *, begun: bool = True) -> RunSummary:
         _check(run)
         # Computed here, so that a damaged file is found before anything is drawn.
         _ = run.site_privacy, run.sites, run.bytes_allowed
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(
@@ -413,35 +416,8 @@ def _without_records(partition: Document) -> Document:
     return {"sites": sites, "classes": classes, "label_counts": counts, "digest": digest}
 
 
-def _read(path: Path, *, needed: bool = True) -> Document:
-    if not needed and not path.exists():
-        return {}
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(document, dict):
-        raise DataError(
-            f"{path} is a {type(document).__name__}: expected one JSON object, as `fedpact run` "
-            "writes it; run the plan again into a new folder"
-        )
-    return document
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    refused = isinstance(error, PermissionError)
-    remedy = "use the account that owns it" if refused else explain_not_a_run(path.parent)
-    return DataError(
-        f"{path} cannot be read ({type(error).__name__}): expected a file of a run's folder; "
-        f"{remedy}"
-    )
-
-
 def _read_records(path: Path) -> list[RoundRecord]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     records = list[RoundRecord]()
     for number, line in enumerate(lines, start=1):
         try:
