@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from fedpact.report.convergence import STEP, rates, wire
+from fedpact.report.convergence import STEP, wire
 from fedpact.report.run_summary import read_run
 
 from .conftest import change
@@ -22,22 +22,12 @@ def ldp(folder):
 
 def test_the_bound_in_bits_follows_from_the_papers_quantities(build):
     # R - d ln s with s = 0.01 Cσ: C cancels, (d/2) log2(2πe (1 + 1/(dσ²))) + d log2(100).
-    found = rates(read_run(ldp(build(SITES))))
+    found = wire(read_run(ldp(build(SITES))))
     each = 0.5 * math.log2(2 * math.pi * math.e * (1 + 1 / (D * SIGMA**2))) - math.log2(STEP)
-    assert coordinate(found[0].rows[1]) == pytest.approx(each, rel=1e-3)
+    assert coordinate(found[0].rows[2]) == pytest.approx(each, rel=1e-3)
     nats = 0.5 * math.log(2 * math.pi * math.e * CLIP**2 * (SIGMA**2 + 1 / D))
-    assert found[0].rows[2][2] == f"{nats:.4g} nats"
-    assert found[0].rows[2][1] == f"{D * nats:,.0f} nats"
-
-
-def test_measured_bits_are_received_bytes_per_reply(build):
-    # Round 4 has a refusal: 3 sites x 4 rounds less one reply. Bytes of round 0 are not counted.
-    folder = ldp(build(SITES, refused={"b": "budget"}))
-    run = read_run(folder)
-    found = rates(run)
-    sent = sum(record.bytes_up for record in run.records[1:])
-    measured = 8 * sent / (len(SITES) * ROUNDS - 1) / D
-    assert coordinate(found[0].rows[0]) == pytest.approx(measured, rel=1e-3)
+    assert found[0].rows[3][2] == f"{nats:.4g} nats"
+    assert found[0].rows[3][1] == f"{D * nats:,.0f} nats"
 
 
 def test_the_page_states_the_bounded_quantity_and_unit(build):
@@ -70,12 +60,13 @@ def test_bits_a_coordinate_are_those_of_all_messages(build):
 def test_messages_of_evaluations_are_in_no_bits_a_coordinate(build):
     """Of rounds that are alike, one has an evaluation and takes more bytes."""
     folder = ldp(build(SITES))
-    before = [found(read_run(folder))[0].rows[0][1:3] for found in (rates, wire)]
+    before = wire(read_run(folder))[0].rows
     *lines, last = (folder / "rounds.jsonl").read_text().splitlines()
     more = {"evaluation": {"a": {"hits": [1.0]}}, "bytes_up": 10**6, "bytes_down": 10**6}
     changed = json.dumps({**json.loads(last), **more})
     (folder / "rounds.jsonl").write_text("\n".join([*lines, changed, ""]))
-    assert [found(read_run(folder))[0].rows[0][1:3] for found in (rates, wire)] == before
+    fewer = [[*map(coordinate, found[:2])] for found in (before, wire(read_run(folder))[0].rows)]
+    assert fewer[0] == fewer[1]
 
 
 @pytest.mark.parametrize(

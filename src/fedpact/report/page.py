@@ -110,7 +110,7 @@ def write_page(run: RunSummary) -> Path:
 def render_run(run: RunSummary) -> str:
     """Return the page as one HTML document."""
     # The papers' theory takes time to load.
-    from fedpact.report.convergence import rates, wire
+    from fedpact.report.convergence import wire
 
     about = ACCOUNTANTS.get(str(run.privacy.get("accountant")))
     marked, settings = set(run.plan.get(DEFAULTS_KEY, ())), _flat(run.plan)
@@ -127,7 +127,6 @@ def render_run(run: RunSummary) -> str:
         learned=list(drawn.values()),
         drawings=others,
         wire=wire(run),
-        rates=rates(run),
         most_entropy=math.log(len(run.scores)) if run.scores else 0.0,
         released=evaluations.find_last_evaluation(run),
         unevaluated=evaluations.why_none(run),
