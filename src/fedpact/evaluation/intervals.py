@@ -35,6 +35,8 @@ _GRID: Final = 1 + 2.0**-10
 _Array = np.ndarray[Any, np.dtype[np.float64]]
 _Interval = tuple[float, float, float]
 """A value, and the ends of its interval."""
+_Ratio = tuple[float, float, tuple[float, float, float]]
+"""Of a ratio a/b with noise: a, b, and the variances as estimate_ratio takes them."""
 _Released = Sequence[Mapping[str, Sequence[float]]]
 """Each site's sums, flat, by channel."""
 
@@ -77,20 +79,25 @@ def estimate_figures(sums: Sums, form: SumsForm) -> list[Figure]:
 
     Without noise an interval is just the value, except for the ROC area, whose bins hide the order.
     """
-    found, level, classes = list[Figure](), form.settings.level, form.classes
-    shape = len(form.groups), len(classes), 2
+    found, level = list[Figure](), form.settings.level
     if "hits" in sums.of:
-        hits, noise = sums.of["hits"].reshape(shape), sums.noise["hits"]
-        found += _accuracies(hits, noise, form)
-        counts = _Counts(hits, noise)
-        if "false_positives" in sums.of:
-            said = sums.of["false_positives"].reshape(shape[:2])
-            counts = _Counts(hits, noise, said, sums.noise["false_positives"])
-            for c, name in enumerate(classes):
-                rate = counts.together.false_positives(0, c, level)
-                found.append(Figure("false positive rate", f"class {name}", *rate))
+        hits = sums.of["hits"].reshape(len(form.groups), len(form.classes), 2)
+        said = sums.of.get("false_positives")
+        said = None if said is None else said.reshape(hits.shape[:2])
+        found += _accuracies(hits, sums.noise["hits"], form)
+        if said is not None:
+            together = _rates(hits.sum(0), said.sum(0), sums.noise, form.classes, len(hits))
+            for name, ratio in together.items():
+                if name.startswith("false"):
+                    rate, _, about = name.partition(" of ")
+                    found.append(Figure(rate, about, *estimate_ratio(*ratio, level)))
         if len(form.groups) > 1:
-            found += _of_groups(counts, form)
+            each = zip(hits, hits if said is None else said, strict=True)
+            groups = [
+                _rates(own, None if said is None else wrong, sums.noise, form.classes)
+                for own, wrong in each
+            ]
+            found += _of_groups(groups, form)
     if "roc" in sums.of:
         area = roc_area(sums.of["roc"].reshape(2, -1), sums.noise["roc"], level)
         found.append(Figure("roc area", "all", *area))
@@ -106,77 +113,59 @@ def _accuracies(hits: _Array, noise: float, form: SumsForm) -> list[Figure]:
     ends = max(0.0, count - deviation), max(0.0, count + deviation)
     found = [
         Figure(f"{form.unit}s", "all", count, *ends),
-        Figure("accuracy", "all", *_share(hits.sum(0), each, level)),
+        Figure("accuracy", "all", *estimate_ratio(*_ratio_of(hits.sum(0), each), level)),
     ]
     for name, row in zip(form.classes, hits.sum(0), strict=True):
-        found.append(Figure("accuracy", f"class {name}", *_share(row[None], each, level)))
+        rate = estimate_ratio(*_ratio_of(row[None], each), level)
+        found.append(Figure("accuracy", f"class {name}", *rate))
     return found
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """hits [groups, classes, 2]; said: misses by predicted class [groups, classes].
+def _rates(
+    hits: _Array,
+    said: _Array | None,
+    noise: Mapping[str, float],
+    classes: Sequence[str],
+    groups: int = 1,
+) -> dict[str, _Ratio]:
+    """Return accuracy and the known rates of true and false positives, of records added up.
 
-    noise, of_said: the variance of each entry. said: None if it was not released.
+    hits [classes, 2]; said [classes]: misses by predicted class, None if not released. noise: the
+    variance of an entry of one group, by channel. groups: how many were added up. With two classes,
+    the second is positive; with more, each class against all others.
     """
-
-    hits: _Array
-    noise: float
-    said: _Array | None = None
-    of_said: float = 0.0
-
-    @property
-    def together(self) -> "_Counts":
-        """All groups as one."""
-        many, said = len(self.hits), None if self.said is None else self.said.sum(0)[None]
-        return _Counts(self.hits.sum(0)[None], many * self.noise, said, many * self.of_said)
-
-    @property
-    def rates(self) -> list[tuple[str, int]]:
-        """The known rates of single classes: (kind, class). With two classes, of the second."""
-        classes = self.hits.shape[1]
-        chosen = [1] if classes == 2 else range(classes)
-        known = classes == 2 or self.said is not None
-        return [(kind, c) for kind in ("true", "false")[: 2 if known else 1] for c in chosen]
-
-    def rate(self, kind: str, group: int, c: int, level: float) -> _Interval:
-        """The rate of true or false positives of a class in a group: value and interval."""
-        if kind == "true":
-            return _share(self.hits[group, c : c + 1], self.noise, level)
-        return self.false_positives(group, c, level)
-
-    def false_positives(self, group: int, c: int, level: float) -> _Interval:
-        """The share of records of other classes that are predicted as this one."""
-        others = np.delete(self.hits[group], c, axis=0)
-        if self.said is None:
-            # With two classes, a miss of the other class is predicted as this one.
-            return _share(others[:, ::-1], self.noise, level)
-        variance = self.of_said, 0.0, self.noise * others.size
-        return estimate_ratio(float(self.said[group, c]), float(others.sum()), variance, level)
+    each = groups * noise["hits"]
+    chosen = [1] if len(classes) == 2 else range(len(classes))
+    found = {"accuracy": _ratio_of(hits, each)}
+    for c in chosen:
+        found[f"true positive rate of class {classes[c]}"] = _ratio_of(hits[c : c + 1], each)
+    for c in chosen:
+        name, others = f"false positive rate of class {classes[c]}", np.delete(hits, c, axis=0)
+        if said is not None:
+            # The share of records of other classes that are predicted as this one.
+            variance = groups * noise["false_positives"], 0.0, each * others.size
+            found[name] = float(said[c]), float(others.sum()), variance
+        elif len(classes) == 2:
+            # A miss of the other class is predicted as this one.
+            found[name] = _ratio_of(others[:, ::-1], each)
+    return found
 
 
-def _of_groups(counts: _Counts, form: SumsForm) -> list[Figure]:
-    """Accuracy and rates of true and false positives by group, and the gaps between groups.
+def _of_groups(groups: Sequence[Mapping[str, _Ratio]], form: SumsForm) -> list[Figure]:
+    """Return every rate by group, and the gaps between groups.
 
-    With two classes, the second is positive; with more, each class against all others. Gaps are
-    computed from intervals with joint coverage.
+    Gaps are computed from intervals with joint coverage.
     """
-    rates, level, number = counts.rates, form.settings.level, range(len(form.groups))
-    joint = 1 - (1 - level) / (len(form.groups) * (len(rates) + 1))
-    names = [f"{kind} positive rate of class {form.classes[c]}" for kind, c in rates]
+    level, names = form.settings.level, list(groups[0])
+    joint = 1 - (1 - level) / (len(groups) * len(names))
     found, gaps = list[Figure](), list[_Interval]()
-    for name, which in zip(["accuracy", *names], [None, *rates], strict=True):
-
-        def rate(g: int, at: float, which: tuple[str, int] | None = which) -> _Interval:
-            if which is None:
-                return _share(counts.hits[g], counts.noise, at)
-            return counts.rate(which[0], g, which[1], at)
-
-        found += [Figure(name, f"group {form.groups[g]}", *rate(g, level)) for g in number]
-        gaps.append(_gap([rate(g, joint) for g in number]))
+    for name in names:
+        for group, rates in zip(form.groups, groups, strict=True):
+            found.append(Figure(name, f"group {group}", *estimate_ratio(*rates[name], level)))
+        gaps.append(_gap([estimate_ratio(*rates[name], joint) for rates in groups]))
     found.append(Figure("gap of accuracy", "groups", *gaps[0]))
     # Equalised odds: equal rates of true and of false positives in every group.
-    odds = any(kind == "false" for kind, _ in rates)
+    odds = any(name.startswith("false") for name in names)
     value, low, high = (float(np.max(end)) for end in zip(*gaps[1:], strict=True))
     name = "equalised-odds gap" if odds else "gap of true positive rates"
     return [*found, Figure(name, "groups", value, low, high)]
@@ -189,11 +178,11 @@ def _gap(intervals: Sequence[_Interval]) -> _Interval:
     return value, max(0.0, max(lows) - min(highs)), max(highs) - min(lows)
 
 
-def _share(table: _Array, noise: float, level: float) -> _Interval:
-    """The share of hits in rows of (hits, misses) [k, 2], with its interval."""
+def _ratio_of(table: _Array, noise: float) -> _Ratio:
+    """The share of hits in rows of (hits, misses) [k, 2], for estimate_ratio."""
     hits, misses = (float(n) for n in table.sum(0))
     part = noise * len(table)
-    return estimate_ratio(hits, hits + misses, (part, part, 2 * part), level)
+    return hits, hits + misses, (part, part, 2 * part)
 
 
 def _loss(sums: Sums, settings: EvaluationSettings) -> Figure:
