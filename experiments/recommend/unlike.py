@@ -8,6 +8,7 @@ images. Heart disease: the four hospitals, the mean of their accuracies on FLamb
 """
 
 import json
+import math
 import statistics
 import tempfile
 from pathlib import Path
@@ -55,7 +56,7 @@ def both(row: str) -> dict[str, dict[str, Any]]:
     noise = SiteNoise(budgets, sizes, [None] * len(budgets), clip, shared=False, dealt=True)
     length = 1.0 if "features" in found else clip / 0.2
     alike = full_batch(
-        lambda rounds: noise.alike(1.0, rounds),
+        lambda rounds: math.hypot(*noise.site_sigmas(1.0, rounds)) / math.sqrt(len(sizes)),
         *(sum(sizes), len(sizes), 100),
         weights=scene.workshop.size,
         clip=clip,

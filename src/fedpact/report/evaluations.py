@@ -247,10 +247,12 @@ def joining_rows(runs: Sequence[RunSummary]) -> list[JoiningRow]:
     for run in runs:
         for site, figures in run.joining.get("sites", {}).items():
             by_site.setdefault(site, []).append(figures)
-    return [_joining_row(site, figures) for site, figures in sorted(by_site.items())]
+    return [joining_row(site, figures) for site, figures in sorted(by_site.items())]
 
 
-def _joining_row(site: str, figures: Sequence[Mapping[str, Any]]) -> JoiningRow:
+def joining_row(site: str, figures: Sequence[Mapping[str, Any]]) -> JoiningRow:
+    """Return the row of a site's figures (personal.SiteFigures as plain data), one of each run."""
+
     def mean(key: str) -> float:
         return statistics.fmean(float(one[key]) for one in figures)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import size
@@ -43,7 +44,10 @@ ENDS: Final = {
 """Each status of a run in words."""
 
 
-@dataclass(frozen=True)
+_TERMS: Final = ("epsilon_reserved", "delta", "size", "rate", "clip", "steps", "sigmas")
+
+
+@checked_dataclass(frozen=True)
 class SitePrivacy:
     """One site's guarantee in a private run, and how much of it is spent.
 
@@ -234,18 +238,16 @@ class RunSummary:
     def site_privacy(self) -> dict[str, SitePrivacy]:
         """Each site's guarantee; empty in a plain run."""
         spent, alone = self._largest("epsilon"), self._largest("epsilon_alone")
-        alike = ("epsilon_reserved", "delta", "size", "rate", "clip")
+        # An ε that assumes nothing about other sites is also that without them.
         return {
             name: SitePrivacy(
                 epsilon_spent=spent.get(name, math.nan),
-                epsilon_allowed=float(terms["epsilon"]),
-                sigma=float(terms["sigma_joint"]),
-                **{key: float(terms[key]) for key in alike},
-                steps=int(terms["steps"]),
-                sigmas={str(name): float(sigma) for name, sigma in terms["sigmas"].items()},
+                epsilon_allowed=terms["epsilon"],
+                sigma=terms["sigma_joint"],
                 epsilon_alone=(alone if _read_reserved(terms).condition else spent).get(
                     name, math.nan
                 ),
+                **{key: terms[key] for key in _TERMS},
             )
             for name, terms in sorted(self.privacy["sites"].items())
         }

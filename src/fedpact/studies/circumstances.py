@@ -290,16 +290,11 @@ class SiteNoise:
 
         rate: q in (0, 1]. rounds: T >= 1. weights: d >= 1, of the model.
         """
-        each = self._each(rate, rounds)
+        each = self.site_sigmas(rate, rounds)
         if not self.weighed:
             # With noise for the sum, all sites add what the smallest budget needs.
             return max(each)
         return sigma_together(each, self.sizes, self.clip, rate, self.penalty(rounds) / weights)
-
-    def alike(self, rate: float, rounds: int) -> float:
-        """Return `sigma` if all records had equal weights."""
-        each = self._each(rate, rounds)
-        return math.hypot(*each) / math.sqrt(len(each)) if self.weighed else max(each)
 
     def penalty(self, rounds: int) -> float:
         """Return T D, which is the `bias_penalty` of ldp_fedsgd."""
@@ -314,7 +309,8 @@ class SiteNoise:
         own |= {"bias_penalty": float(f"{self.penalty(rounds):.3g}")}
         return {"algorithm": "ldp_fedsgd", "settings": own}
 
-    def _each(self, rate: float, rounds: int) -> list[float]:
+    def site_sigmas(self, rate: float, rounds: int) -> list[float]:
+        """Return each site's own σ for its budget."""
         found = {
             budget: smallest_sigma(budget, rate, rounds, spent=once.history if once else None)
             for budget, once in dict(zip(self.budgets, self.columns, strict=True)).items()

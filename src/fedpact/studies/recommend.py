@@ -43,20 +43,6 @@ def heaviest(document: Mapping[str, Any]) -> float:
     return max(1.0, *(document.get("task", {}).get("class_weights") or ()), 1.0)
 
 
-def noise_dominates(snr: float, *, columns: bool, alone: bool) -> tuple[str, str]:
-    """Return a warning about a signal-to-noise ratio below 1, and what would help.
-
-    columns: whether records are tables. alone: whether sites could share the noise, but do not.
-    """
-    ways = ["a larger ε or δ", "more records"]
-    ways += ["fewer columns"] * columns + ["--trust sum"] * alone
-    return (
-        f"noise goes {1 / snr:.2g} times as far as all records together can",
-        "expected the opposite, ten times; what is trained may be little better than a guess. What "
-        f"would help: {', '.join(ways)}",
-    )
-
-
 _logger = logging.getLogger("fedpact")
 
 FITTED_ON: Final = (
@@ -70,24 +56,15 @@ _NOISY: Final = 5.0
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """One way to spend the budget; snr: see privacy.accounting.planner.signal_to_noise."""
-
-    what: str
-    weights: int
-    rate: float
-    sigma: float
-    rounds: int
-    snr: float
-
-
-@dataclass(frozen=True)
 class Recommendation:
-    """A configuration, the reasons for its values, and alternatives."""
+    """A configuration, the reasons for its values, and rows of ways to spend the budget.
+
+    snr of a row: see privacy.accounting.planner.signal_to_noise.
+    """
 
     raw: dict[str, Any]
     reasons: dict[str, str]
-    rows: list[Alternative]
+    rows: list[dict[str, Any]]
 
     @classmethod
     def of(cls, asked: Circumstances) -> "Recommendation":
@@ -105,17 +82,21 @@ class Recommendation:
         if numbers:
             advise(data.name, form, data.x.shape[1:], data.features, None)
         rows = public.rows(chosen := public.chosen())
-        if asked.little and rows[0].snr < _NOISY:
+        if asked.little and rows[0]["snr"] < _NOISY:
             found = cls.of(asked.without_little())
             why = "they say little beside the others, and noise goes nearly as far as the signal"
             return replace(found, reasons={**found.reasons, "records.drop": why})
         raw, reasons = public.configuration(chosen), public.reasons(chosen)
-        if (snr := rows[0].snr) < 1:
-            told = noise_dominates(
-                snr, columns=numbers, alone=public.honest == 1 and asked.sites > 2
+        if (snr := rows[0]["snr"]) < 1:
+            far = f"noise goes {1 / snr:.2g} times as far as all records together can"
+            ways = ["a larger ε or δ", "more records", *["fewer columns"] * numbers]
+            ways += ["--trust sum"] * (public.honest == 1 and asked.sites > 2)
+            reasons["rounds"] = f"the fewest: {far}"
+            _logger.warning(
+                "%s: %s: expected the opposite, ten times; what is trained may be little better "
+                "than a guess. What would help: %s",
+                *(data.name, far, ", ".join(ways)),
             )
-            reasons["rounds"] = f"the fewest: {told[0]}"
-            _logger.warning("%s: %s", data.name, ": ".join(told))
         advise_of_loud(data.name, public.noise.releases)
         if told := delta_too_large(
             zip((b.delta for b in asked.budgets), sizes.values(), strict=True)
@@ -313,7 +294,7 @@ class _Public:
             "settings.bias_penalty": bias,
         }
 
-    def rows(self, chosen: FullBatch) -> list[Alternative]:
+    def rows(self, chosen: FullBatch) -> list[dict[str, Any]]:
         """Return the chosen row and alternatives with the same budget."""
         d = self._weights(self.model, self.features)
         others = [("chosen", d, 1.0, chosen.rounds)]
@@ -322,12 +303,13 @@ class _Public:
         if self.features:
             plain = self._weights("logistic", {})
             others.append(("logistic on the records", plain, 1.0, chosen.rounds))
-        return [self._row(*other) for other in others]
-
-    def _row(self, what: str, weights: int, rate: float, rounds: int) -> Alternative:
-        sigma = self.noise.sigma(rate, rounds, weights)
-        snr = signal_to_noise(rate, sigma, rounds, self.records, self.shares, weights)
-        return Alternative(what, weights, rate, sigma, rounds, snr)
+        found = list[dict[str, Any]]()
+        for what, weights, rate, rounds in others:
+            sigma = self.noise.sigma(rate, rounds, weights)
+            snr = signal_to_noise(rate, sigma, rounds, self.records, self.shares, weights)
+            row = {"what": what, "weights": weights, "rate": rate, "sigma": sigma}
+            found.append({**row, "rounds": rounds, "snr": snr})
+        return found
 
     def _weights(self, model: str, features: dict[str, Any]) -> int:
         example = FeatureStage(FeatureSettings(**features), 0).example(self.example)

@@ -81,20 +81,11 @@ def _print_run(run: RunSummary) -> None:
 
 def _print_site(site: str, figures: SiteFigures, file: str | None) -> None:
     from fedpact.evaluation.personal import describe_joining
-    from fedpact.report.evaluations import JoiningRow, joining_table
+    from fedpact.report.evaluations import joining_row, joining_table
 
     out = plain_console()
-    row = JoiningRow(
-        site,
-        figures.local,
-        figures.federated,
-        figures.tuned,
-        int(figures.tune),
-        1,
-        figures.gain,
-    )
     out.print("EXACT FIGURES, for this site's owner only: NOT PRIVATE, do not release")
-    joining_table([row]).print(out)
+    joining_table([joining_row(site, [asdict(figures)])]).print(out)
     out.print(
         "Each record is evaluated by models that were not trained on it, except the federated "
         "one, which was, under its ε."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -119,7 +118,7 @@ def _recommend(asked: Circumstances, out: Path | None, as_json: bool) -> None:
     document = {
         "configuration": found.raw,
         "reasons": found.reasons,
-        "alternatives": [asdict(row) for row in found.rows],
+        "alternatives": found.rows,
         "fitted_on": FITTED_ON,
     }
     show(document, as_json, lambda: _print(asked, found, out))
@@ -135,10 +134,8 @@ def _print(asked: Circumstances, found: Recommendation, out: Path | None) -> Non
         run = "" if asked.size else f"; run it with `fedpact run {quote(str(out))}`"
         console.print(f"Wrote {out}{run}.")
     counted = "classes" if asked.size else "classes, number of records that fit the declaration"
-    rows = [
-        (o.what, f"{o.weights:,}", f"{o.rate:g}", f"{o.rounds}", f"{o.sigma:.4g}", f"{o.snr:.3g}")
-        for o in found.rows
-    ]
+    form = "{what}|{weights:,}|{rate:g}|{rounds}|{sigma:.4g}|{snr:.3g}"
+    rows = [form.format(**row).split("|") for row in found.rows]
     print_table(console, ("", "weights", "q", "T", "σ", "signal to noise"), rows)
     console.print(
         "Signal to noise: the largest distance that clipped gradients can move the model, over "

@@ -103,6 +103,5 @@ def fedfdp(
 
     noise = noise_term(sigma, clip, dimension, batch)
     bounds = Slopes(gradient_bound, smoothness, convexity, gap, noise, least, most, start)
-    of_noise = {"sigma": sigma, "C": clip, "d": dimension, "B": batch}
-    found = answer_question(bounds, steps, of_noise)
+    found = answer_question(bounds, steps)
     show(found, as_json, lambda: print_answer(found))

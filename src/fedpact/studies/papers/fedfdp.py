@@ -141,8 +141,8 @@ ALTERNATIVES = (
 )
 
 
-def answer_question(bounds: Slopes, steps: int, noise: Mapping[str, float]) -> dict[str, Any]:
-    """Return what --json prints. noise: sigma, C, d and B, from which N follows."""
+def answer_question(bounds: Slopes, steps: int) -> dict[str, Any]:
+    """Return what --json prints."""
     best, q0 = best_weight(bounds), bounds.least_difference
     # Q0 = -F if nothing else is known, since losses are >= 0.
     sweep = [share / -q0 for share in SHARES] if q0 < 0 else []
@@ -152,18 +152,6 @@ def answer_question(bounds: Slopes, steps: int, noise: Mapping[str, float]) -> d
         "why": WHY_POSITIVE if best > 0 else WHY_ZERO,
         "instead": ALTERNATIVES,
         "sweep": sweep,
-        "numbers": {
-            "G": bounds.gradient_bound,
-            "L": bounds.smoothness,
-            "mu": bounds.convexity,
-            "Gamma": bounds.gap,
-            "Q1": bounds.most_difference,
-            "Delta1": bounds.start,
-            **noise,
-            "Q0": q0,
-            "T": steps,
-        },
-        "a": bounds.a,
         "slope_at_0": bounds.slope,
         "bound": [
             {"lam": lam, "P": bound(bounds, lam, steps)}
@@ -176,9 +164,7 @@ def answer_question(bounds: Slopes, steps: int, noise: Mapping[str, float]) -> d
 def print_answer(found: Mapping[str, Any]) -> None:
     """Print for a reader."""
     console = Console(highlight=False, soft_wrap=True)
-    numbers = ", ".join(f"{k} = {v:.4g}" for k, v in found["numbers"].items())
-    console.print(numbers, markup=False)
-    console.print(f"\nλ* = {found['lam']:.4g}    a3 - a4 a5 = {found['slope_at_0']:.4g}")
+    console.print(f"λ* = {found['lam']:.4g}    a3 - a4 a5 = {found['slope_at_0']:.4g}")
     console.print(found["why"] + "\n")
     console.print(found["instead"], markup=False)
     title = "the theorem's bound, as far as it has a meaning: 1 + 2 Q0 λ > 0"
