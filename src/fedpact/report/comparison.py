@@ -243,14 +243,12 @@ _STEP: Final = 0.05
 _MOST: Final = 4
 
 
-def count_bytes_until(run: RunSummary, accuracy: float) -> float | None:
+def count_bytes_until(run: RunSummary, accuracy: float) -> int | None:
     """Return the bytes, both ways, up to the first evaluation with it; None if there was none."""
-    sent = 0
-    for record in run.records:
-        sent += record.bytes_down + record.bytes_up
-        if record.accuracy is not None and record.accuracy >= accuracy:
-            return float(sent)
-    return None
+    reached = (
+        sent for r, sent, _ in run.course if r.accuracy is not None and r.accuracy >= accuracy
+    )
+    return next(reached, None)
 
 
 def find_bytes_to_targets(comparison: Comparison) -> TextTable | None:

@@ -222,10 +222,8 @@ def curve(entry: Entry, measure: ChartMeasure, against: Against) -> Line | None:
 def _line(
     run: RunSummary, measure: ChartMeasure, against: Against
 ) -> tuple[np.ndarray, np.ndarray]:
-    sent, clock, points = 0.0, 0.0, list[tuple[float, float]]()
-    for record in run.records:
-        sent += record.bytes_down + record.bytes_up
-        clock += record.simulated_seconds
+    points = list[tuple[float, float]]()
+    for record, sent, clock in run.course:
         y = getattr(record, measure)
         x = {
             "rounds": record.round,

@@ -257,11 +257,8 @@ def curves_as_csv(comparison: Comparison) -> str:
     for entry in comparison.entries:
         for run in entry.runs:
             named = (entry.name, run.plan.get("algorithm"), run.epsilon_allowed, run.seed)
-            sent, clock = 0, 0.0
-            for record in run.records:
-                sent += record.bytes_down + record.bytes_up
+            for record, sent, clock in run.course:
                 spent = largest_epsilon(record.epsilon.values()) if record.epsilon else None
-                clock += record.simulated_seconds
                 accuracy = record.accuracy if run.counted else None
                 figures = (record.round, accuracy, record.loss, spent, sent, clock or None)
                 rows.writerow((*named, *figures, *(entry.point.values.get(key) for key in swept)))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -344,6 +345,13 @@ class RunSummary:
             return ""
         down, up = map(sum, zip(*counted, strict=True))
         return f"with Flower's own and TLS {size(down)} and {size(up)}"
+
+    @cached_property
+    def course(self) -> list[tuple[RoundRecord, int, float]]:
+        """Each round's record, with the bytes and the simulated seconds of all rounds up to it."""
+        sent = accumulate(record.bytes_down + record.bytes_up for record in self.records)
+        clock = accumulate(record.simulated_seconds for record in self.records)
+        return list(zip(self.records, sent, clock, strict=True))
 
     @property
     def bytes(self) -> int:

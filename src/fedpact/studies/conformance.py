@@ -254,26 +254,15 @@ class Unbounded:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
-    def batches(self, count: int, *channels: str) -> Iterator["Unbounded"]:
-        """Return the batches, unbounded."""
-        return map(Unbounded, self.inner.batches(count, *channels))
-
-    def opening(self, *channels: str) -> "Unbounded":
-        """Return the opening, unbounded."""
-        return Unbounded(self.inner.opening(*channels))
-
-    def difference(self, w: Tensor, anchor: Tensor, bound: float) -> Tensor:
-        """Return the difference of gradients, unclipped."""
-        del bound
-        return self.inner.difference(w, anchor, 1e30)
-
-    def loss(self, w: Tensor, bound: float) -> float:
-        """Return the mean loss, unclipped."""
-        del bound
-        return self.inner.loss(w, 1e30)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        found = getattr(self.inner, name)
+        return {
+            "batches": lambda *asked: map(Unbounded, found(*asked)),
+            "opening": lambda *asked: Unbounded(found(*asked)),
+            # The last argument is the bound.
+            "difference": lambda *query: found(*query[:-1], 1e30),
+            "loss": lambda *query: found(*query[:-1], 1e30),
+        }.get(name, found)
 
 
 @lru_cache(maxsize=4)  # shared by several checks of a method
