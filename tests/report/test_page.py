@@ -225,17 +225,17 @@ def test_names_are_text_and_a_diverged_run_is_reported(build):
 
 
 @pytest.mark.drawn
-def test_hundreds_of_sites_stay_legible_and_small(build):
-    names = [f"ward-{i:04}" for i in range(200)]
-    folder = build(names, budgets=[1 + i / 1000 for i in range(200)])
+def test_many_sites_stay_legible_and_small(build):
+    names = [f"ward-{i:04}" for i in range(50)]
+    folder = build(names, budgets=[1 + i / 1000 for i in range(50)])
     found = page(folder)
-    assert len(found.source.encode()) < 5_000 * 200
+    assert len(found.source.encode()) < 5_000 * 50
     table = set(re.findall(r'<th class="wrap">(ward-\d{4})</th>', found.source))
     assert table == set(names)
     # Drawn by name are the worst ones alone, of which ward-0000 is the first.
     drawn = " ".join(re.findall(r"<svg.*?</svg>", found.source, re.DOTALL))
     assert set(re.findall(r">(ward-\d{4})<", drawn)) == set(names[:20])
-    assert "200 different budgets" in found.text
+    assert "50 different budgets" in found.text
 
 
 @pytest.mark.slow

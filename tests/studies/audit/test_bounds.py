@@ -79,19 +79,3 @@ def test_one_run_error_rate_with_delta(epsilon, delta):
     )
     if least is not None:
         assert law.sf(least - 1) <= 0.05
-
-
-def test_one_run_catastrophe_needs_the_delta_term():
-    """With probability m δ everything is told: a valid (0, δ) mechanism, as for one bit δ is lost.
-
-    The bound with δ allows for it; the one without δ would be wrong more often than 5 %.
-    """
-    m, delta = 100, 1e-3
-    everything = m * delta
-    assert one_run_p_value(m, m, m, 0.0, delta) >= everything / m
-    least = next(v for v in range(m + 1) if one_run_p_value(m, m, v, 0.0, 0.0) <= 0.05)
-    fair = stats.binom(m, 0.5).sf(least - 1)
-    assert everything + (1 - everything) * fair > 0.05
-    least = next((v for v in range(m + 1) if one_run_p_value(m, m, v, 0.0, delta) <= 0.05), m + 1)
-    told = delta if least <= m else 0.0
-    assert told + stats.binom(m, 0.5).sf(least - 1) <= 0.05

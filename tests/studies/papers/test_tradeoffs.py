@@ -1,4 +1,4 @@
-"""LDP FedSGD's trade-offs: the paper's printed example, identities, and where its (12) fails."""
+"""LDP FedSGD's trade-offs: identities, and where the paper's (12) fails; see cli/test_account."""
 
 import math
 
@@ -22,11 +22,10 @@ def gaussian_entropy(dimension, deviation):
     return dimension / 2 * math.log(2 * math.pi * math.e * deviation**2)
 
 
-def test_the_printed_example():
-    """For ε = 0.3, "T = 7e4". The paper prints 0.22 for AC1, which its formula does not give."""
-    printed = {"proposed": 25.83, "MA": 10.79, "AC1": 0.24, "AC2": 1.40}
-    points = [find_point(PROBLEM, bound, 0.3, 70_000, paper=True) for bound in printed]
-    assert {p.curve: p.utility for p in points} == pytest.approx(printed, abs=6e-3)
+@pytest.fixture(autouse=True)
+def _unproven(monkeypatch):
+    """What is proven for a point's σ takes most of the time, and is tested with the command."""
+    monkeypatch.setattr("fedpact.report.tradeoffs.epsilon_of", lambda *_: 0.0)
 
 
 def test_points_outside_a_bounds_conditions_say_so():
