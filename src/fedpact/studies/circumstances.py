@@ -361,7 +361,7 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
             raise PlanError(f"--optimise with {name}: {why}")
     unlike = len({terms.budget for terms in scene.terms.values()}) > 1
     full = unlike and all(terms.rate == 1.0 for terms in scene.terms.values())
-    of_all = _together(scene) if full else None
+    of_all = _useful(scene, 1.0, _joint_sigma(scene), rounds) if full else None
     cases = dict[tuple[Budget, float, float], dict[str, Any]]()
     for terms in scene.terms.values():
         key = (terms.budget, terms.rate, terms.event.sigma)
@@ -372,7 +372,9 @@ def optimise_budgets(scene: SimulationSetup, passes: float | None) -> dict[str, 
             most = now.passes if passes is None else passes
             best_one = _best(scene, terms, rounds, most)
             kept = now
-            useful = _useful(scene, terms, best_one) if of_all is None else of_all
+            useful = of_all
+            if useful is None:
+                useful = _useful(scene, best_one.rate, best_one.sigma, best_one.steps)
             if useful is not None and useful < rounds:
                 best_one = _best(scene, terms, useful, most)
             if useful is not None and useful < now.rounds:
@@ -416,35 +418,25 @@ def _calibrate(scene: SimulationSetup, terms: Terms, one: Choice, rounds: int) -
     return replace(one, sigma=max(sigmas))
 
 
-def _useful(scene: SimulationSetup, terms: Terms, one: Choice) -> int | None:
-    """Return the useful number of rounds at a choice's signal-to-noise ratio; None if unknown.
+def _useful(scene: SimulationSetup, rate: float, sigma: float, steps: int) -> int | None:
+    """Return the useful number of rounds at the signal-to-noise ratio of these; None if unknown.
 
     The ratio is nearly the same for 1 and for 200 rounds, but the accuracy is not.
     """
-    if scene.plan.model not in LINEAR_MODELS or not mechanism_of(terms.mechanism).summed:
+    summed = all(mechanism_of(terms.mechanism).summed for terms in scene.terms.values())
+    if scene.plan.model not in LINEAR_MODELS or not summed:
         return None
     records, shares = sum(scene.sizes.values()), scene.plan.privacy.noise_copies(len(scene.sites))
-    weights = scene.workshop.size
-    snr = signal_to_noise(one.rate, one.sigma, one.steps, records, shares, weights)
-    return useful_rounds(snr)
+    return useful_rounds(signal_to_noise(rate, sigma, steps, records, shares, scene.workshop.size))
 
 
-def _together(scene: SimulationSetup) -> int | None:
-    """Return the useful number of rounds for sites with different budgets; None as in `_useful`.
-
-    For plans with all records in every step, with the sites weighted as the plan says.
-    """
-    plan, rounds = scene.plan, scene.plan.rounds
-    summed = all(mechanism_of(terms.mechanism).summed for terms in scene.terms.values())
-    if plan.model not in LINEAR_MODELS or not summed:
-        return None
+def _joint_sigma(scene: SimulationSetup) -> float:
+    """Return the σ of all sites together, all records in every step, weighted as the plan says."""
+    plan, rounds, own = scene.plan, scene.plan.rounds, scene.plan.algorithm_settings
     each = [_calibrate(scene, t, Choice(1.0, 1.0, rounds, 1), rounds) for t in scene.terms.values()]
-    sizes, own = list(scene.sizes.values()), plan.algorithm_settings
-    sigmas, weights = [one.sigma for one in each], scene.workshop.size
-    sigma = max(sigmas)
-    if not plan.privacy.shares_noise:
-        weighed = getattr(own, "aggregation", "") == "least_noise"
-        penalty = getattr(own, "bias_penalty", 0.0) / weights if weighed else None
-        sigma = sigma_together(sigmas, sizes, plan.privacy.clip, penalty=penalty)
-    shares = plan.privacy.noise_copies(len(sizes))
-    return useful_rounds(signal_to_noise(1.0, sigma, rounds, sum(sizes), shares, weights))
+    sigmas = [one.sigma for one in each]
+    if plan.privacy.shares_noise:
+        return max(sigmas)
+    weighed = getattr(own, "aggregation", "") == "least_noise"
+    penalty = getattr(own, "bias_penalty", 0.0) / scene.workshop.size if weighed else None
+    return sigma_together(sigmas, list(scene.sizes.values()), plan.privacy.clip, penalty=penalty)

@@ -242,25 +242,20 @@ def measure_sensitivity(target: Target) -> list[ChannelSensitivity]:
     """Return how far crafted records move every channel's sum of the oracle under audit."""
     made = crafted_records(target)
     found = dict[str, ChannelSensitivity]()
-    for asked in requests(target, made):
+    for request in requests(target, made):
         for scale in _SCALES:
-            measured = _measure(target, asked.scaled(scale), made)
+            measured = _measure(target, request.scaled(scale), made)
             for one in measured:
-                found[one.channel] = _worse(found.get(one.channel), one)
+                known = found.get(one.channel, one)
+                single, in_batch = (
+                    max(pair, key=lambda move: move.size)
+                    for pair in ((known.single, one.single), (known.in_batch, one.in_batch))
+                )
+                found[one.channel] = replace(one, single=single, in_batch=in_batch)
             clipped = not any(0 < c.single.size < _CLIPPED for c in measured)
             if (scale >= _SCALES[1] and clipped) or not all(c.passed for c in measured):
                 break
     return list(found.values())
-
-
-def _worse(one: ChannelSensitivity | None, other: ChannelSensitivity) -> ChannelSensitivity:
-    if one is None:
-        return other
-    single, in_batch = (
-        max(pair, key=lambda move: move.size)
-        for pair in ((one.single, other.single), (one.in_batch, other.in_batch))
-    )
-    return replace(one, single=single, in_batch=in_batch)
 
 
 def _measure(
@@ -271,22 +266,24 @@ def _measure(
     terms = silence(request.terms, asked.batch_size)
     allowed = slack(most_records(terms.batch_size))
     known = mechanism_of(terms.mechanism).sensitivities
-    single, in_batch = dict[str, Move](), dict[str, Move]()
+    moves = {name: (list[Move](), list[Move]()) for name in request.queries}
     for name, batch, records in _batches(target, terms, made):
         before = _sums(target, request, terms, batch)
-        largest = in_batch if len(batch.y) else single
         for one in records:
             joined = batch.join(one.x, one.y, len(batch.y) // 2, together=True)
             after = _sums(target, request, terms, joined)
             for channel, query in request.queries.items():
-                move = after[channel] - before[channel]
-                size = _size(move, bound_of(channel, query, terms))
-                if channel not in largest or size > largest[channel].size:
-                    largest[channel] = Move(size, one.text, name)
+                size = _size(after[channel] - before[channel], bound_of(channel, query, terms))
+                moves[channel][len(batch.y) > 0].append(Move(size, one.text, name))
     prefix = "opening " if request.opening else ""
     return [
-        ChannelSensitivity(prefix + name, single[name], in_batch[name], known[name], allowed)
-        for name in request.queries
+        ChannelSensitivity(
+            prefix + channel,
+            *(max(each, key=lambda move: move.size) for each in both),
+            known[channel],
+            allowed,
+        )
+        for channel, both in moves.items()
     ]
 
 
