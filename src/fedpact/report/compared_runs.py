@@ -468,7 +468,7 @@ def _pair(entry: Entry, reference: Entry, figure: str) -> PairedDifference | Non
     # Accuracies on few records are often equally far apart; what is left is rounding.
     if max(found) - min(found) <= 1e-9 * max(1.0, abs(mean)):
         return PairedDifference(entry, reference, n, mean, math.nan, math.nan, 1.0)
-    test = ttest_1samp(found, 0.0)
+    test: Any = ttest_1samp(found, 0.0)
     low, high = map(float, test.confidence_interval(0.95))
     return PairedDifference(entry, reference, n, mean, low, high, float(test.pvalue))
 

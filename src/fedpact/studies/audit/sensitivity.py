@@ -276,15 +276,12 @@ def _measure(
                 size = _size(after[channel] - before[channel], bound_of(channel, query, terms))
                 moves[channel][len(batch.y) > 0].append(Move(size, one.text, name))
     prefix = "opening " if request.opening else ""
-    return [
-        ChannelSensitivity(
-            prefix + channel,
-            *(max(each, key=lambda move: move.size) for each in both),
-            known[channel],
-            allowed,
-        )
-        for channel, both in moves.items()
-    ]
+    found = list[ChannelSensitivity]()
+    for channel, both in moves.items():
+        single, in_batch = (max(each, key=lambda move: move.size) for each in both)
+        name = prefix + channel
+        found.append(ChannelSensitivity(name, single, in_batch, known[channel], allowed))
+    return found
 
 
 def _size(move: Tensor, bound: float) -> float:

@@ -196,7 +196,10 @@ def _search(
     weak, spread = losses.weak_convexity / losses.smoothness, 1 + losses.heterogeneity
     # Where P < 1, x exceeds this, as P >= (2/x)(sqrt(S) + S).
     low = math.log(2 * (spread + math.sqrt(spread)))
-    sides = [np.linspace(low, low + 60, _POINTS), np.linspace(*np.log((first, last)), _POINTS)]
+    sides = [
+        np.linspace(low, low + 60, _POINTS),
+        np.linspace(math.log(first), math.log(last), _POINTS),
+    ]
     best = tau, mu, cost = first, math.nan, math.inf
     while True:
         with np.errstate(all="ignore"):  # β = 3, or beyond float64: P is inf
@@ -213,7 +216,7 @@ def _search(
         if not cost < math.inf or np.ptp(sides[0]) < 1e-9:
             return best
         sides = [
-            np.linspace(*side[[max(0, at - _KEPT), min(_POINTS - 1, at + _KEPT)]], _POINTS)
+            np.linspace(side[max(0, at - _KEPT)], side[min(_POINTS - 1, at + _KEPT)], _POINTS)
             for side, at in zip(sides, place, strict=True)
         ]
 
