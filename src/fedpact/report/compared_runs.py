@@ -120,7 +120,7 @@ def _applicable(plan: JsonMapping) -> dict[str, Any]:
     plain = flat.get("privacy.mode") == "none"
     for key in (*_EACH, *_ONES):
         value = flat.get(key)
-        if isinstance(value, list) and all(one == value[0] for one in value):
+        if isinstance(value, list) and value and all(one == value[0] for one in value):
             flat[key] = _ONES[key] if key in _ONES and value[0] == 1 else value[0]
     if flat.get("sites_per_round") == flat.get("sites") is not None:
         flat["sites_per_round"] = None
