@@ -13,8 +13,10 @@ if "FEDPACT_DATA" in os.environ:
     os.environ["FEDPACT_REAL_DATA"] = os.environ.pop("FEDPACT_DATA")
 
 import copy
+import functools
 import gc
 import importlib
+import importlib.metadata
 import logging
 import math
 import pkgutil
@@ -25,6 +27,10 @@ import stat
 import tempfile
 from functools import partial
 from types import SimpleNamespace
+
+# What is installed does not change, and each run states it: a twentieth of a small one. Before
+# fedpact takes the name.
+importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 import pytest
 import torch
@@ -45,14 +51,19 @@ from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.per_record import Alone
 from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.report import drawing
+from fedpact.simulation import workshop
 from fedpact.simulation.workshop import TrainingSetup
 
 # How long an example takes is the machine's doing: on a busy one a deadline fails what is right.
-settings.register_profile("busy", deadline=None)
+settings.register_profile("busy", deadline=None, max_examples=40)
 settings.load_profile("busy")
 
 # As reproducible runs have and xdist needs; in operations this small more cost more than they save.
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    # It keeps a formatted stack for each kind of card that there might be: 3 ms.
+    torch.manual_seed = torch.default_generator.manual_seed
 
 # Files lie in memory where there is room: to make and remove them on a busy disk takes a third of
 # what a deployment's test waits for.
@@ -123,6 +134,21 @@ def _found(shop: TrainingSetup, kernel: PerSampleKernel, *expected: float) -> st
 
 
 TrainingSetup._verify, TrainingSetup.placement = _once, _found
+
+_BUILD, _built = workshop.build, {}
+
+
+def _copied(name: str, example: torch.Tensor, *given: object) -> nn.Module:
+    """In place of build, which a run calls ten times; a model of a test's own is made each time."""
+    key = name, tuple(example.shape), example.dtype, *map(repr, given)
+    if ":" in name:
+        return _BUILD(name, example, *given)
+    if key not in _built:
+        _built[key] = _BUILD(name, example, *given)
+    return copy.deepcopy(_built[key])
+
+
+workshop.build = _copied
 
 _DRAW, _AXES = drawing._draw_svg, drawing.Chart.subplots
 
@@ -196,7 +222,6 @@ def pytest_unconfigure(config):
 @pytest.fixture(autouse=True)
 def seeded():
     """Each test begins with the same random numbers, whichever ran before it."""
-    # torch.manual_seed keeps a stack trace for each kind of card that there might be: 1 ms.
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
