@@ -16,7 +16,6 @@ import copy
 import functools
 import gc
 import importlib
-import importlib.metadata
 import logging
 import math
 import pkgutil
@@ -27,10 +26,6 @@ import stat
 import tempfile
 from functools import partial
 from types import SimpleNamespace
-
-# What is installed does not change, and each run states it: a twentieth of a small one. Before
-# fedpact takes the name.
-importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 import pytest
 import torch
@@ -45,13 +40,15 @@ from fedpact.cli.main import main
 from fedpact.common import randomness
 from fedpact.common.losses import squared_error
 from fedpact.common.params import FlatModel
+from fedpact.data import load, public
 from fedpact.per_sample import passes
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.per_sample.layout import Placement
 from fedpact.per_sample.per_record import Alone
+from fedpact.per_sample.tracing import export
 from fedpact.privacy.batches import BatchClippedKernel
 from fedpact.report import drawing
-from fedpact.simulation import workshop
+from fedpact.simulation import run, workshop
 from fedpact.simulation.workshop import TrainingSetup
 
 # How long an example takes is the machine's doing: on a busy one a deadline fails what is right.
@@ -149,6 +146,15 @@ def _copied(name: str, example: torch.Tensor, *given: object) -> nn.Module:
 
 
 workshop.build = _copied
+
+# What is installed does not change, and each run states it: a twentieth of a small one.
+run.version = functools.cache(run.version)
+
+_DIGITS = functools.cache(public.load_digits)
+load._LOADERS["digits"] = lambda: copy.deepcopy(_DIGITS())
+
+# As many traces as the suite's models have: those of fedpact's own would be made again and again.
+export._KEPT = 4096
 
 _DRAW, _AXES = drawing._draw_svg, drawing.Chart.subplots
 

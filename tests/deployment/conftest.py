@@ -1,8 +1,10 @@
 """A deployment's files, made once; each test that changes something works on a copy."""
 
+import functools
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -18,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from tests.deployment.grid import Clock, Run, allow, read_from
 
 from fedpact.cli.main import main
-from fedpact.deployment import local
+from fedpact.deployment import federation, files, local, server, site_records
 from fedpact.deployment.files import Choices, write_deployment
 from fedpact.deployment.flower import requests, transport
 from fedpact.plan import Plan
@@ -26,6 +28,28 @@ from fedpact.plan import Plan
 # Of all records in each step ε has a closed form, and no search is needed for it.
 PLAN = {"rounds": 5, "sites": 3, "sampling_rate": 1.0, "settings": {"local_steps": 2}}
 PLAN["privacy"] = {"accountant": "rdp"}
+
+
+_READ, _read = federation.read_plan, {}
+
+
+def _once(path):
+    """In place of read_plan, a twentieth of these tests: a plan of the same bytes is the same.
+
+    One that names code of a test's own is read every time, as is one that was refused.
+    """
+    given = path.read_bytes() if path.is_file() else b""
+    if not given or re.search(rb'"[\w.]+:\w+"', given):
+        return _READ(path)
+    if given not in _read:
+        _read[given] = _READ(path)
+    return _read[given]
+
+
+for module in (files, server, site_records):
+    module.read_plan = _once
+
+federation.version = functools.cache(federation.version)
 
 
 def free_port():

@@ -57,7 +57,7 @@ class Server:
         self.http.socket = context.wrap_socket(
             self.http.socket, server_side=True, do_handshake_on_connect=False
         )
-        self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
 
     @property

@@ -33,6 +33,26 @@ CHANGED = 1
 """The record that is another, or missing: not the one in the middle, which stays where it is."""
 
 
+_made: list[tuple[ShapeEnv, FakeTensorMode, torch.SymInt]] = []
+
+
+def _symbolic() -> tuple[ShapeEnv, FakeTensorMode, torch.SymInt]:
+    """An environment, fake tensors in it, and the size of a batch there."""
+    env = ShapeEnv()
+    fake = FakeTensorMode(shape_env=env)
+    # What it would keep is used once.
+    fake.cache_enabled = False
+    context = StatelessSymbolicContext([DimDynamic.DUCK])
+    size = fake.from_tensor(torch.empty(BATCH), symbolic_context=context).shape[0]
+    assert isinstance(size, torch.SymInt)
+    return env, fake, size
+
+
+def _settled(env: ShapeEnv) -> bool:
+    """Whether a use has fixed anything about the batch's size."""
+    return bool(env.replacements or env.guards or env.deferred_runtime_asserts)
+
+
 class Draw:
     """A graph of one operation behind views of its inputs."""
 
@@ -42,12 +62,10 @@ class Draw:
         self.graph = fx.Graph()
         self.values: dict[str, Tensor] = {}
         self.records: set[str] = set()
-        self._env = ShapeEnv()
-        self._fake = FakeTensorMode(shape_env=self._env)
-        # What it would keep is used once.
-        self._fake.cache_enabled = False
-        context = StatelessSymbolicContext([DimDynamic.DUCK])
-        self._size = self._fake.from_tensor(torch.empty(BATCH), symbolic_context=context).shape[0]
+        # Those that were used last, as to make them is a sixth of a use's time.
+        if not _made or _settled(_made[-1][0]):
+            _made[:] = [_symbolic()]
+        self._env, self._fake, self._size = _made[-1]
         self.batch = self.graph.call_function(aten.sym_size.int, (self.placeholder((BATCH,)), 0))
         self.batch.meta["val"] = self._size
 

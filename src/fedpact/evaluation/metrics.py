@@ -320,13 +320,13 @@ def area(outputs: Tensor, y: Tensor) -> float:
 
 
 def _area(score: Tensor, there: Tensor) -> float:
-    # Loaded by evaluations with this measure only.
-    from scipy.stats import rankdata
-
     positive, count = float(there.sum()), len(there)
     if positive in (0, count):
         return math.nan
-    below = float(rankdata(score.cpu()) @ there.cpu().numpy()) - positive * (positive + 1) / 2
+    # Ranks from 1; equal scores share their mean.
+    _, place, alike = score.unique(return_inverse=True, return_counts=True)
+    ranks = (alike.cumsum(0) - (alike.double() - 1) / 2)[place]
+    below = float(ranks @ there.double()) - positive * (positive + 1) / 2
     return below / (positive * (count - positive))
 
 

@@ -319,13 +319,15 @@ def _log_windows(n: int, m: int) -> Tensor:
 def _variants(x: Tensor, tables: Iterator[Tensor]) -> Iterator[Tensor]:
     """Tables, and the same with a padding token's row of zeros, as x has, and of a given spread."""
     blank = [start for start in _STARTS if start < len(x) and not x[start].any()]
+    # As PatchTST has it (Nie 2023).
+    spread = math.isclose(float(x.std()), 0.1, rel_tol=0.01)
     for table in tables:
         yield table
         for start in blank:
             yield table.index_fill(0, torch.tensor(start), 0)
-        # As PatchTST has it (Nie 2023).
-        centred = table - table.mean()
-        yield centred / (centred.std() * 10)
+        if spread:
+            centred = table - table.mean()
+            yield centred / (centred.std() * 10)
 
 
 def _sines(n: int, m: int) -> Iterator[Tensor]:
