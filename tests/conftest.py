@@ -1,4 +1,4 @@
-"""For the whole suite: one thread, no waits, no model tried twice, few figures, a reference.
+"""For the whole suite: one thread, no waits, nothing made or tried twice, few figures, a reference.
 
 The reference is per-sample gradients by torch.func or ordinary autograd, clipped as written.
 """

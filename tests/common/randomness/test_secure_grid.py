@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
@@ -41,6 +41,7 @@ def silent(size, like):
     return torch.zeros(size, dtype=like.dtype)
 
 
+@settings(max_examples=100)
 @given(st.floats(1e-6, 1e6), st.integers(1, 10**8))
 def test_spacing(sensitivity, size):
     step = spacing(sensitivity, size)
@@ -48,6 +49,7 @@ def test_spacing(sensitivity, size):
     assert step * math.sqrt(size) <= 2**-10 * sensitivity < 2 * step * math.sqrt(size) * (1 + 1e-12)
 
 
+@settings(max_examples=100)
 @given(st.lists(st.tuples(finite, st.floats(-8, 8)), min_size=1, max_size=20))
 def test_it_is_the_rounded_sum_and_the_rounded_noise_exactly(pairs):
     """Against rational arithmetic; only ν z itself is a floating-point product."""
@@ -64,6 +66,7 @@ def test_it_is_the_rounded_sum_and_the_rounded_noise_exactly(pairs):
         assert Fraction(release) == whole * Fraction(step)
 
 
+@settings(max_examples=100)
 @given(st.lists(st.tuples(finite, finite), min_size=1, max_size=50))
 def test_sensitivity_on_the_grid(pairs):
     """‖round a - round b‖ <= ‖a - b‖ + Λ sqrt(d), without noise."""

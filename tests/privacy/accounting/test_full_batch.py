@@ -27,7 +27,7 @@ def deviation(found, records, sites, honest, clip):
     return math.sqrt(ww)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=100)
 @given(
     records=st.floats(100, 1e6),
     sites=st.integers(2, 50),
