@@ -1,5 +1,6 @@
 """Hugging Face's models as they come: a family each, on tokenised text or images."""
 
+import copy
 import importlib.util
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 
 import fedpact
 from fedpact.common.losses import UNLABELLED, pixel_entropy
-from fedpact.models.constants import is_constant
 from fedpact.models.hugging_face import with_named_inputs
+from fedpact.models.initial import InitialSettings
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("needs transformers: pip install 'fedpact[outside]'", allow_module_level=True)
@@ -261,49 +262,26 @@ def test_a_text_that_is_too_long_is_told_by_its_length(trained, kind, most):
         trained(lambda: make(TEXT[kind]()), LONG, label="label")
 
 
-LONGER = {"factor": 32.0, "original_max_position_embeddings": 8192}
-SCALED = {
-    "default": {},
-    "linear": {"factor": 8.0},
-    "llama3": {**LONGER, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {**LONGER, "truncate": False},
-}
-
-
-@pytest.mark.parametrize("base", [10000.0, 150000.0, 500000.0])
-@pytest.mark.parametrize("kind", SCALED)
-def test_frequencies_of_the_library_are_constants(kind, base):
-    rope = {"rope_type": kind, "rope_theta": base, **SCALED[kind]}
-    config = hf.LlamaConfig(**{**BERT, "hidden_size": 128}, head_dim=64, rope_parameters=rope)
-    for model in (hf.LlamaModel(config), hf.LlamaModel(config).bfloat16().float()):
-        assert is_constant(model.rotary_emb.inv_freq)
-
-
-OF_XGLM = {
-    "vocab_size": 50, "d_model": 32, "num_layers": 1, "attention_heads": 2, "ffn_dim": 64,
-    "max_position_embeddings": 32,
-}  # fmt: skip
-
-
-def test_buffers_of_other_kinds_are_constants():
+def test_constants_of_the_library_need_no_statement():
+    """Rotary tables, slowed ones, sines, states of Mamba, places in squares and distances."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     audio = hf.WhisperConfig(
         vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, num_mel_bins=16, max_source_positions=64, pad_token_id=0,
     )  # fmt: skip
-    encoder = hf.WhisperModel(audio).encoder
-    assert is_constant(encoder.embed_positions.weight)
-    mamba = hf.MambaModel(hf.MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1))
-    assert is_constant(mamba.layers[0].mixer.A_log)
-    places = hf.XGLMModel(hf.XGLMConfig(**OF_XGLM)).embed_positions.weights
-    assert is_constant(places)
-    masked = hf.ViTMAEModel(hf.ViTMAEConfig(**{**IMAGES, "decoder_hidden_size": 32}))
-    assert is_constant(masked.embeddings.position_embeddings)
-    series = hf.PatchTSTModel(hf.PatchTSTConfig(context_length=32, patch_length=8, d_model=16))
-    assert is_constant(series.encoder.positional_encoder.position_enc)
-    levit = hf.LevitModel(hf.LevitConfig(image_size=64, depths=[1, 1, 1]))
-    places = [held for name, held in levit.named_buffers() if name.endswith("bias_idxs")]
-    assert places
-    assert all(is_constant(held) for held in places)
+    for make in (
+        lambda: hf.LlamaModel(hf.LlamaConfig(**BERT, rope_parameters=rope)),
+        lambda: hf.WhisperModel(audio),
+        lambda: hf.MambaModel(hf.MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1)),
+        lambda: hf.ViTMAEModel(hf.ViTMAEConfig(**{**IMAGES, "decoder_hidden_size": 32})),
+        lambda: hf.PatchTSTModel(hf.PatchTSTConfig(context_length=32, patch_length=8, d_model=16)),
+        lambda: hf.LevitModel(hf.LevitConfig(image_size=64, depths=[1, 1, 1])),
+    ):
+        InitialSettings().check_drawn("model", make(), make())
+        made = make()
+        with pytest.raises(fedpact.FedpactError, match="whatever the seed"):
+            InitialSettings().check_drawn("model", made, copy.deepcopy(made))
 
 
 def test_a_series_runs_and_a_recording_says_what_to_set(trained):

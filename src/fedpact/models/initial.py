@@ -36,7 +36,7 @@ from fedpact.common.user_code import (
     read_checked,
     tensors_of,
 )
-from fedpact.models.constants import is_constant
+from fedpact.models.constants import find_library_tensors, is_constant
 
 _WIDE: Final = {"b": bool, "i": np.int64, "u": np.int64, "f": np.float64, "c": np.complex128}
 """A type that torch has for each kind of numpy numbers."""
@@ -223,7 +223,9 @@ class InitialSettings(BaseModel):
             filled = {id(value) for value in first.state_dict(keep_vars=True).values()}
             ours = {n: v for n, v in ours.items() if id(v) not in filled}
         same = [n for n, v in ours.items() if n in theirs and _same(v, theirs[n])]
-        same = [n for n in same if ours[n].numel() and not is_constant(ours[n])]
+        public = find_library_tensors(first)
+        same = [n for n in same if ours[n].numel() and id(ours[n]) not in public]
+        same = [n for n in same if not is_constant(ours[n])]
         if not same:
             return
         told = ", ".join(same[:3]) + f" and {len(same) - 3} others" * (len(same) > 3)
