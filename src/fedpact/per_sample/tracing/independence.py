@@ -83,10 +83,10 @@ def check_separation(tried: _Tried, x: Tensor, y: Tensor) -> None:
     """Compare sums with gradients of single records x, y [B, ...].
 
     This is a second check: independence already follows from the kernel's way, for any records and
-    weights. It compares the contribution of each of a few records to batches of two lengths, and a
-    clipped sum over a larger batch, in about the time of ten steps and the memory of a few vectors
-    [d]. A pass may not change the model or write to the records, and its outputs for a batch must
-    be those for single records. Random numbers are replaced by their means. Raises ModelError.
+    weights. It compares weighted sums over batches of two lengths, one of them clipped, in about
+    the time of ten steps and the memory of a few vectors [d]. A pass may not change the model or
+    write to the records, and its outputs for a batch must be those for single records. Random
+    numbers are replaced by their means. Raises ModelError.
     """
     if len(x) < 3:
         raise InputError(f"verify was given {len(x)} records: expected at least 3, any will do")
@@ -106,7 +106,18 @@ def check_separation(tried: _Tried, x: Tensor, y: Tensor) -> None:
                 "it cannot be checked; draw numbers from torch's own generator, and keep nothing "
                 "between passes"
             )
-        _check_large(tried, x, y, _check_each(tried, x, y))
+        norms = torch.tensor([_norm(_one(tried, x, y, j)) for j in range(len(x))]).double()
+        if not norms.isfinite().all():
+            raise ModelError(
+                f"model {model_name(module)} has outputs, a loss or a gradient that are not finite "
+                "on the records that it is tried on: expected numbers, whatever a record holds; "
+                "keep logarithms, roots and quotients from what may be 0 or less"
+            )
+        _check_sum(tried, x, y, norms, len(x), math.inf)
+        # About half of the norms are longer; a nearly certain record's gradient is rounding error.
+        clip = max(0.5 * float(norms.median()), 1e-3 * float(norms.max()))
+        if SHORTEST <= clip < math.inf:
+            _check_sum(tried, x, y, norms, _LARGE, clip)
         _check_outputs(tried, x)
 
 
@@ -130,53 +141,29 @@ def _check_outputs(tried: _Tried, x: Tensor) -> None:
         raise _mixing(tried, "what it returns for a record")
 
 
-def _check_each(tried: _Tried, x: Tensor, y: Tensor) -> Tensor:
-    """Compare each record's contribution to a batch with its gradient; return the norms [B].
+def _check_sum(
+    tried: _Tried, x: Tensor, y: Tensor, norms: Tensor, count: int, clip: float
+) -> None:
+    """Compare a clipped, weighted sum over so many records: the given ones, over and over.
 
-    Two batch sizes are used, as one may happen to equal another dimension.
+    norms: ‖g_j‖ [B] in float64. All weights differ, so another's gradient in a record's place is
+    seen. Two batch sizes are used, as one may happen to equal another dimension.
     """
-    norms: list[float] = []
-    errors: list[float] = []
-    for j in range(len(x)):
-        gradient = _one(tried, x, y, j)
-        norms.append(_norm(gradient))
-        n = len(x) - (j % 2 and j < len(x) - 1)
-        only = torch.arange(n, device=x.device) == j
-        added = tried.summed(x[:n], y[:n], math.inf, only.to(tried.model.vector))
-        errors.append(_norm(added.sub_(gradient)))
-    if not all(map(math.isfinite, norms)):
-        raise ModelError(
-            f"model {model_name(tried.model.module)} has outputs, a loss or a gradient that are "
-            "not finite on the records that it is tried on: expected numbers, whatever a record "
-            "holds; keep logarithms, roots and quotients from what may be 0 or less"
-        )
-    for j, (norm, error) in enumerate(zip(norms, errors, strict=True)):
-        # A gradient of 0 requires 0; the negated comparison also refuses NaN.
-        most = _TOLERANCE[tried.model.vector.dtype] * max(norm, 1e-3 * max(norms))
-        if not error <= most and not error <= most + _tolerance(tried, x, y, j):
-            raise _mixing(tried, "what a record adds to a batch")
-    return torch.tensor(norms, dtype=torch.float64)
-
-
-def _check_large(tried: _Tried, x: Tensor, y: Tensor, norms: Tensor) -> None:
-    """Compare a clipped, weighted sum over a batch of repeated records."""
-    # About half of the norms are longer; a nearly certain record's gradient is rounding error.
-    clip = max(0.5 * float(norms.median()), 1e-3 * float(norms.max()))
-    if not SHORTEST <= clip < math.inf:
-        return
-    chosen = torch.arange(_LARGE, device=x.device) % len(x)
-    w = torch.linspace(0.5, 1.5, _LARGE, dtype=torch.float64)
-    c = torch.minimum(w, clip / norms[chosen.cpu()])
-    c = torch.zeros(len(x), dtype=torch.float64).index_add_(0, chosen.cpu(), c)
-    error = tried.summed(x[chosen], y[chosen], clip, w.to(tried.model.vector))
+    chosen = torch.arange(count) % len(x)
+    w = torch.linspace(0.5, 1.5, count, dtype=torch.float64)
+    c = torch.minimum(w, clip / norms[chosen])
+    c = torch.zeros_like(norms).index_add_(0, chosen, c)
+    rows = chosen.to(x.device)
+    error = tried.summed(x[rows], y[rows], clip, w.to(tried.model.vector))
     for j in range(len(x)):
         error -= float(c[j]) * _one(tried, x, y, j)
-    most = 100 * _TOLERANCE[error.dtype] * _LARGE * clip
-    found = _norm(error)
+    scale = float(c @ norms) if clip == math.inf else 100 * count * clip
+    most, found = _TOLERANCE[error.dtype] * scale, _norm(error)
+    # The negated comparison also refuses NaN.
     if not found <= most:
         moved = sum(float(c[j]) * _tolerance(tried, x, y, j) for j in range(len(x)))
         if not found <= most + moved:
-            raise _mixing(tried, f"the sum over a batch of {_LARGE}")
+            raise _mixing(tried, f"the sum over a batch of {count}")
 
 
 def _tolerance(tried: _Tried, x: Tensor, y: Tensor, j: int) -> float:
