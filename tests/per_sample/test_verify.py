@@ -107,7 +107,7 @@ def test_models_that_write_over_their_input_are_found(add):
 @pytest.mark.parametrize("setting", [{"max_norm": 0.1}, {"scale_grad_by_freq": True}])
 def test_embeddings_that_act_by_the_batch_are_refused(setting):
     model = nn.Sequential(nn.Embedding(3, 4, **setting), nn.Linear(4, 2))
-    with pytest.raises(ModelError, match=rf"layer '0' has .*{next(iter(setting))}"):
+    with pytest.raises(ModelError, match=rf"with .*{next(iter(setting))}.*layer '0'"):
         PerSampleKernel(FlatModel(model), squared_error)
 
 
@@ -141,9 +141,8 @@ KINDS = [
 @pytest.mark.parametrize("layer", KINDS, ids=lambda m: type(m).__name__)
 def test_batch_statistics_are_refused_with_name_and_replacement(layer, kernel):
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), layer.train()))
-    with pytest.raises(
-        ModelError, match=rf"'1\.1' is a {type(layer).__name__}.*batch_norm='group'"
-    ):
+    remedy = "False" if isinstance(layer, nn.InstanceNorm2d) else "batch_norm='group'"
+    with pytest.raises(ModelError, match=rf"Norm .*layer '1\.1'.*{remedy}"):
         kernel(FlatModel(model), squared_error)
     kernel(FlatModel(replace_batchnorm(model)), squared_error)
 
@@ -155,10 +154,10 @@ def test_late_or_stateless_batchnorm_is_refused():
     kernel.clipped_sum(x, x, 1.0)
     model.train()
     for use in (kernel.clipped_sum, lambda *_: kernel.verify(x, x)):
-        with pytest.raises(ModelError, match="BatchNorm1d"):
+        with pytest.raises(ModelError, match="BatchNorm"):
             use(x, x, 1.0)
     stateless = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
-    with pytest.raises(ModelError, match="BatchNorm1d"):
+    with pytest.raises(ModelError, match="BatchNorm"):
         PerSampleKernel(FlatModel(stateless), squared_error)
 
 

@@ -22,6 +22,7 @@ from fedpact.common.format import list_some
 from fedpact.models.hugging_face import with_named_inputs
 from fedpact.models.watched_pass import find_in_pass
 from fedpact.models.zoo import replace_batchnorm
+from fedpact.per_sample.tracing.independence import MIXING
 
 _FEW: Final = 3
 
@@ -131,23 +132,6 @@ def _in_lists(model: nn.Module) -> Iterator[str]:
                 yield f"{name}.{key}".removeprefix(".")
 
 
-def _uses_batch(layer: nn.Module) -> bool:
-    kept = getattr(layer, "track_running_stats", True)
-    return isinstance(layer, BatchNorm) and (layer.training or not kept)
-
-
-def _keeps_statistics(layer: nn.Module) -> bool:
-    kind = nn.modules.instancenorm._InstanceNorm  # pyright: ignore[reportPrivateUsage]
-    return isinstance(layer, kind) and layer.training and layer.track_running_stats
-
-
-def _acts_by_batch(layer: nn.Module) -> bool:
-    kinds = nn.Embedding | nn.EmbeddingBag
-    return isinstance(layer, kinds) and (
-        layer.max_norm is not None or bool(layer.scale_grad_by_freq)
-    )
-
-
 def _iterates(layer: nn.Module) -> bool:
     """Whether a layer has a spectral norm, as a hook or a parametrisation."""
     hooks: list[Any] = list(cast(Any, layer)._forward_pre_hooks.values())
@@ -177,21 +161,7 @@ def _masks_spans(layer: nn.Module) -> bool:
 
 
 _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
-    (
-        _uses_batch,
-        "BatchNorm mixes the records of a batch, so no record's share can be bounded ({}): "
-        "fedpact.prepare(model, batch_norm='group') puts GroupNorm in its place, or freeze it at "
-        "public statistics with .eval()",
-    ),
-    (
-        _keeps_statistics,
-        "InstanceNorm keeps statistics of the batch ({}): build it with track_running_stats=False",
-    ),
-    (
-        _acts_by_batch,
-        "embeddings with max_norm or scale_grad_by_freq act by what the whole batch holds ({}): "
-        "build them without",
-    ),
+    *MIXING,
     (
         _iterates,
         "spectral norm changes a vector of its own in every pass ({}): "

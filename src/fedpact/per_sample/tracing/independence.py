@@ -2,7 +2,8 @@
 
 import logging
 import math
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,37 +38,56 @@ _MIXES = (
 )
 
 
-class Mixers:
-    """The layers of a model that mix the records of a batch, or would in training mode.
+def _uses_batch(layer: nn.Module) -> bool:
+    kept = getattr(layer, "track_running_stats", True)
+    return isinstance(layer, BatchNorm) and (layer.training or not kept)
 
-    Raises ModelError for an embedding whose weights or gradients depend on the batch's indices.
-    """
+
+def _keeps_statistics(layer: nn.Module) -> bool:
+    return isinstance(layer, InstanceNorm) and layer.training and layer.track_running_stats
+
+
+def _acts_by_batch(layer: nn.Module) -> bool:
+    kinds = nn.Embedding | nn.EmbeddingBag
+    return isinstance(layer, kinds) and (
+        layer.max_norm is not None or bool(layer.scale_grad_by_freq)
+    )
+
+
+MIXING: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
+    (
+        _uses_batch,
+        "BatchNorm mixes the records of a batch, so no record's share can be bounded ({}): "
+        "fedpact.prepare(model, batch_norm='group') puts GroupNorm in its place, or freeze it at "
+        "public statistics with .eval()",
+    ),
+    (
+        _keeps_statistics,
+        "InstanceNorm keeps statistics of the batch ({}): build it with track_running_stats=False",
+    ),
+    (
+        _acts_by_batch,
+        "embeddings with max_norm or scale_grad_by_freq act by what the whole batch holds ({}): "
+        "build them without",
+    ),
+)
+"""Tests of layers that mix the records of a batch, each with a remedy ({} is their names)."""
+
+
+class Mixers:
+    """The layers of a model that mix the records of a batch, or would in training mode."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._found: list[tuple[str, BatchNorm | InstanceNorm]] = []
-        for path, m in cast(Any, module).named_modules(remove_duplicate=False):
-            if isinstance(m, BatchNorm | InstanceNorm):
-                self._found.append((path, m))
-            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and (
-                m.max_norm is not None or m.scale_grad_by_freq
-            ):
-                raise ModelError(
-                    f"layer {path!r} has max_norm = {m.max_norm}, scale_grad_by_freq = "
-                    f"{m.scale_grad_by_freq}: both act by what the whole batch holds, past "
-                    "clipping and noise; build the embedding without them"
-                )
+        kinds = BatchNorm | InstanceNorm | nn.Embedding | nn.EmbeddingBag
+        named = cast(Any, module).named_modules(remove_duplicate=False)
+        self._found = [(path, m) for path, m in named if isinstance(m, kinds)]
 
     def check(self) -> None:
-        """Raise ModelError if one of them would use or collect statistics of a batch."""
+        """Raise ModelError if one of them mixes records now."""
         for path, layer in self._found:
-            tracked = layer.track_running_stats
-            if (layer.training and tracked) or (isinstance(layer, BatchNorm) and not tracked):
-                raise ModelError(
-                    f"layer {path!r} is a {type(layer).__name__} that uses or keeps statistics of "
-                    "the whole batch, so no record's share can be bounded: put GroupNorm in its "
-                    "place, as fedpact.prepare(model, batch_norm='group') does, or freeze it at "
-                    "public statistics with .eval()"
-                )
+            for mixes, told in MIXING:
+                if mixes(layer):
+                    raise ModelError(told.format(f"layer {path!r}"))
 
 
 class _Tried(Protocol):
@@ -141,9 +161,7 @@ def _check_outputs(tried: _Tried, x: Tensor) -> None:
         raise _mixing(tried, "what it returns for a record")
 
 
-def _check_sum(
-    tried: _Tried, x: Tensor, y: Tensor, norms: Tensor, count: int, clip: float
-) -> None:
+def _check_sum(tried: _Tried, x: Tensor, y: Tensor, norms: Tensor, count: int, clip: float) -> None:
     """Compare a clipped, weighted sum over so many records: the given ones, over and over.
 
     norms: ‖g_j‖ [B] in float64. All weights differ, so another's gradient in a record's place is
