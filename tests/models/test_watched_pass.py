@@ -8,7 +8,7 @@ from torch import nn
 import fedpact
 from fedpact.common.errors import ModelError
 from fedpact.models.build import build
-from fedpact.models.watched_pass import find_in_pass, with_lines
+from fedpact.models.prepare import find_in_pass, with_lines
 
 
 class Net(nn.Module):

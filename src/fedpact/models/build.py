@@ -17,8 +17,7 @@ from fedpact.common.params import keeping_modes
 from fedpact.common.user_code import own_factory
 from fedpact.models import zoo
 from fedpact.models.hugging_face import NamedInputs, is_span, with_named_inputs
-from fedpact.models.prepare import find_obstacles, join_obstacles
-from fedpact.models.watched_pass import find_in_pass, with_lines
+from fedpact.models.prepare import find_in_pass, find_obstacles, join_obstacles, with_lines
 
 _FORM = "factory(shape, classes) -> nn.Module, or factory()"
 _OF_IMAGES = (zoo.cnn, zoo.cnn_group_norm, zoo.cnn_padded, zoo.logistic, zoo.mlp)

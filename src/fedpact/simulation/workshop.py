@@ -24,7 +24,7 @@ from fedpact.evaluation.tasks import check_loss
 from fedpact.models.build import build
 from fedpact.models.hugging_face import NamedInputs, check_adapters, reads_ahead
 from fedpact.models.initial import check_apart, check_repeated, fill
-from fedpact.models.watched_pass import with_lines
+from fedpact.models.prepare import with_lines
 from fedpact.models.zoo import Views, check_vocabulary
 from fedpact.per_sample.kernel import PerSampleKernel, PlainKernel
 from fedpact.per_sample.layers import is_torchs
