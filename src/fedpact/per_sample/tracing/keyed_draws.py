@@ -136,10 +136,7 @@ class KeyedDraws(TorchDispatchMode):
         """Run an operation, drawing from the key unless it has a generator as an argument."""
         del types
         named = dict(kwargs or {})
-        # torch tags every random operation, so none is missed.
-        if torch.Tag.nondeterministic_seeded not in func.tags or named.get("generator"):
-            return func(*args, **named)
-        if _rate(func, args, named) == 0:
+        if named.get("generator") or not draws(func, args, named):
             return func(*args, **named)
         self.used = True
         named.pop("generator", None)
@@ -176,9 +173,7 @@ class KeyedDraws(TorchDispatchMode):
             drawn = (self._fill(torch.empty_like(chance), "uniform") < chance).to(chance.dtype)
         return drawn.clone() if x is chance else x.copy_(drawn)
 
-    def _as_native_dropout(self, x: Tensor, p: float, train: bool | None = True) -> Any:
-        if train is False:
-            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    def _as_native_dropout(self, x: Tensor, p: float, _: bool | None = True) -> Any:
         kept = self._fill(torch.empty_like(x), "bernoulli", 1 - p)
         return x * (kept / max(1 - p, 1e-30)), kept.bool()
 
@@ -230,15 +225,15 @@ class KeyedDraws(TorchDispatchMode):
         return into.copy_(apart.movedim(0, dim + 1).reshape(shape))
 
 
-def _rate(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> float:
-    """The rate at which attention or a recurrent layer drops; 1 for an operation without one."""
-    arguments = func._schema.arguments
-    names = "dropout_p", "dropout"
-    place = next((i for i, a in enumerate(arguments) if a.name in names), None)
-    if place is None:
-        return 1.0
-    given = args[place] if place < len(args) else named.get(arguments[place].name)
-    return arguments[place].default_value if given is None else given
+def draws(op: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers; dropout at a rate of 0 does not."""
+    # torch tags every random operation, so none is missed.
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    options = {a.name: a.default_value for a in op._schema.arguments}
+    options |= dict(zip(options, args, strict=False)) | dict(named)
+    rate = next((options[name] for name in ("p", "dropout", "dropout_p") if name in options), 1)
+    return rate != 0 and options.get("train", True) is not False
 
 
 class _OfThread(threading.local):
@@ -316,11 +311,10 @@ def draw_by_key(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _own.still:
-            with KeyedDraws(None):
-                return op(*args, **kwargs)
-        numbers = _own.numbers or PassNumbers.of(lambda: 0)
-        with KeyedDraws(numbers.named(name) if where is None else numbers, where):
+        numbers = None if _own.still else _own.numbers or PassNumbers.of(lambda: 0)
+        if numbers is not None and where is None:
+            numbers = numbers.named(name)
+        with KeyedDraws(numbers, where):
             return op(*args, **kwargs)
 
     return run

@@ -11,11 +11,10 @@ from torch.fx import Node
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel
 from fedpact.per_sample.products import FILLED
+from fedpact.per_sample.tracing import keyed_draws
 from fedpact.per_sample.tracing.batch_rules import Where, kind_of
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.export import WithLoss, trace_of
-from fedpact.per_sample.tracing.keyed_draws import draw_by_key
-from fedpact.per_sample.tracing.record_safety import by_argument
 from fedpact.per_sample.tracing.replacements import DONE_AS
 
 _Choice = Callable[[Node], Callable[..., Any]]
@@ -123,7 +122,7 @@ def operation(node: Node, where: Where | None = None) -> Callable[..., Any]:
     found = DONE_AS.get(cast(Any, node.target)) or cast(Callable[..., Any], node.target)
     if (filled := FILLED.get(kind_of(node))) is not None and not node.kwargs:
         found = partial(filled, found)
-    return draw_by_key(found, where, node.name) if draws(node) else found
+    return keyed_draws.draw_by_key(found, where, node.name) if draws(node) else found
 
 
 def arguments(node: Node, env: dict[Node, Any]) -> tuple[Any, Any]:
@@ -149,10 +148,5 @@ def reader(node: Node) -> Reader:
 
 
 def draws(node: Node) -> bool:
-    """Whether a node draws random numbers; dropout at a rate of 0 does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    options = {a.name: a.default_value for a in cast(Any, node.target)._schema.arguments}
-    options |= {argument.name: value for argument, value in by_argument(node)}
-    rate = next((options[name] for name in ("p", "dropout", "dropout_p") if name in options), 1)
-    return rate != 0 and options.get("train", True) is not False
+    """Whether a node draws random numbers."""
+    return keyed_draws.draws(node.target, node.args, node.kwargs)
