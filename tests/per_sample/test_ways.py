@@ -121,7 +121,7 @@ def added(m, x):
 
 def sampled(m, x):
     """An image, looked at where the image says, and tables as large as it."""
-    grid = F.affine_grid(m.where(x.flatten(1)).view(-1, 2, 3), x.shape, align_corners=False)
+    grid = m.where(x.flatten(1)).view(-1, 4, 4, 2)
     found = F.grid_sample(x, grid, align_corners=False)
     found = found + m.table.float().type_as(x).expand_as(x)
     return m.head(found.flatten(1).reshape_as(x).view_as(x).flatten(1))
@@ -141,8 +141,8 @@ def prompted(m, x):
     count = x.shape[0]
     names = torch.arange(2).unsqueeze(0).expand(count, -1).to(torch.int64)
     prompt = m.prompt(names[:1]).expand(count, -1, -1)
-    tail = m.tail.repeat(count, 1).view(-1, 2, 4).repeat_interleave(2, 0)
-    h = torch.cat([prompt, x, tail.view(-1, 4, 4)], 1)
+    tail = m.tail.repeat(count, 1).view(-1, 2, 4).repeat_interleave(2, 1)
+    h = torch.cat([prompt, x, tail], 1)
     return m.layer(F.pad(h[:, 1:], (0, 0, 0, 1, 0, 0)))
 
 
@@ -150,7 +150,7 @@ def composed(m, x):
     """Operations that torch makes of others, or gives another name, and complex numbers."""
     h = m.first(x).clip(-1, 1)
     waves = torch.polar(h.arcsinh().multiply(2), torch.logaddexp(h, x))
-    near = F.cosine_similarity(h[..., None, :], m.points, dim=-1)
+    near = F.pairwise_distance(h[..., None, :], m.points)
     return torch.tensordot(waves.conj().angle(), m.points, ([-1], [1])) + near + h.diff()
 
 
@@ -178,15 +178,11 @@ LAYERS = {
         lambda m, x: F.fold(m.layer(F.unfold(x, 2)), 5, 2),
         lambda: {"layer": nn.Linear(16, 16)}, (2, 5, 5),
     ),
-    "bilinear": (
-        lambda m, x: m.both(x[:, 0], x[:, 1]) * m.first(x[:, 0]),
-        lambda: {"both": nn.Bilinear(4, 4, 3), "first": nn.Linear(4, 3)}, (2, 4),
-    ),
     "added products": (
         added, lambda: {"bias": numbers(3), "weight": numbers(4, 3), "rows": numbers(2, 3)}, (2, 4),
     ),
     "points of their own": (
-        sampled, lambda: {"where": nn.Linear(48, 6), "head": nn.Linear(48, 3),
+        sampled, lambda: {"where": nn.Linear(48, 32), "head": nn.Linear(48, 3),
                           "table": numbers(1, 4, 4)}, (3, 4, 4),
     ),
     "waves that are written": (modes, lambda: {"mix": numbers(3, 2, 2, 2)}, (3, 6)),

@@ -141,10 +141,6 @@ add("bmm", _product((3,), (3,)))
 add("mv", _product((2,), (1,)))
 add("einsum", _einsum)
 add("grid_sampler", _sampled)
-add(
-    "affine_grid_generator",
-    lambda g: (g.front(2, 3), [g.times(g.rng.choice((1, 2))), 1, 2, 3], g.likely()),
-)
 add("scaled_dot_product_attention", _attention)
 for _n in (1, 2, 3):
     add(f"conv{_n}d", _convolution(_n, transposed=False))

@@ -217,16 +217,6 @@ def join_batches(node: Node, at: At) -> Where:
     return where
 
 
-def interleave(node: Node, at: At) -> Where:
-    """Each entry of a dimension repeated; along the batch's, a record's stay together."""
-    where, count = _records_in(node, at)
-    dim = argument(node, 2, "dim")
-    if dim is None or dim % count != where.dim:
-        return along(2, default=None)(node, at)
-    _only(node, at, 0)
-    return where._replace(inner=where.inner * cast(int, node.args[1]))
-
-
 def index(node: Node, at: At) -> Where:
     """x[:, index], table[x], and x[arange(B), i, ...], which picks in each record by its own i."""
     x = at(node.args[0])
@@ -332,14 +322,6 @@ def sample(node: Node, at: At) -> Where:
     where, _ = _records_in(node, at)
     if where.dim != 0 or at(node.args[1]) != where:
         raise Mixed(f"operation {node.target} looks at others' images")
-    return where
-
-
-def on_grid(node: Node, at: At) -> Where:
-    """Points [N, ..., D] of each matrix [N, D, D + 1], for images of size [N, C, ...]."""
-    where, _ = _records_in(node, at)
-    if where.dim != 0 or any(isinstance(n, Node) for n in cast(Sequence[Any], node.args[1])[1:]):
-        raise Mixed(f"operation {node.target} depends on the batch's size")
     return where
 
 

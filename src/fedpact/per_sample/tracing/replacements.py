@@ -93,13 +93,6 @@ def _add(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) 
     return torch.add(c, a @ b, alpha=alpha)
 
 
-def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Σ_kl x_k W_nkl y_l + b, as two products."""
-    matrices = (x @ weight.transpose(0, 1).flatten(1)).reshape(*x.shape[:-1], len(weight), -1)
-    out = (matrices @ y.unsqueeze(-1)).sum(-1)
-    return out if bias is None else out + bias
-
-
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -234,16 +227,6 @@ def _convolve(x: Tensor, weight: Tensor, _: Any = None, *settings: Any) -> Tenso
     return x.new_empty((x.shape[0], weight.shape[0], *geometry.positions(x.shape[2:])))
 
 
-def _cosine(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """a · b over both lengths; of one below eps the gradient is torch's, as if it were not."""
-
-    def of_length_one(v: Tensor) -> Tensor:
-        length = cast(Any, torch.linalg).vector_norm(v, dim=dim, keepdim=True)
-        return v / (length + (length.clamp_min(eps) - length).detach())
-
-    return (of_length_one(a) * of_length_one(b)).sum(dim)
-
-
 _COMPOSED: Final = names(
     "absolute arccos arcsin arcsinh arctan arctan2 arctanh clip diff divide fft_fftshift "
     "fft_ifftshift fix greater greater_equal hsplit less less_equal linalg_matrix_norm "
@@ -275,7 +258,6 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.take_along_dim.default: _take_along,
     _aten.copy.default: _copy,
     _aten.einsum.default: _spell_out,
-    _aten.bilinear.default: _bilinear,
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _add),
     # Of the second tensor they read the form alone, not the records.
     _aten.type_as.default: _to_type_of,
@@ -295,7 +277,6 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     ),
     _aten.max.other: torch.maximum,
     _aten.min.other: torch.minimum,
-    _aten.cosine_similarity.default: _cosine,
     **{
         op: op.decompose
         for several in (getattr(_aten, name) for name in _COMPOSED)

@@ -85,10 +85,9 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
 
     Many models ask torch.compiler.is_compiling() before they look at values. Python's own len has
     to give a number, so a model that calls it would be traced for batches of one size alone: within
-    the files of the model it is x.shape[0], and range(len(x)) the records' numbers. torch's
-    transformers look whether a mask is the causal one, for which there is a faster way to the same;
-    a branch on its values would end the trace. x.data is x.detach(), as the tracer takes it for a
-    constant without values.
+    the files of the model it is x.shape[0]. torch's transformers look whether a mask is the causal
+    one, for which there is a faster way to the same; a branch on its values would end the trace.
+    x.data is x.detach(), as the tracer takes it for a constant without values.
     Code given to torch.compile runs as it was written.
     """
     functions = [vars(m).get("forward", type(m).forward) for m in model.modules()]
@@ -101,10 +100,8 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     ours: list[tuple[Any, str, Any]] = [
         (transformer, _detect_is_causal_mask.__name__, _causal),
         (FakeTensor, "tolist", _list),
-        (FakeTensor, "__getitem__", _pick),
         (FakeTensor, "data", property(torch.Tensor.detach, _set_data)),
         (F, "embedding_bag", embedding_bag),
-        (F, "affine_grid", _grid),
         # The search for an einsum's order compares sizes, also the batch's.
         (torch.backends.opt_einsum, "is_available", lambda: False),
         *((kind, "forward", _forward_packed) for kind in _RECURRENT),
@@ -114,13 +111,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
         ours.append((rnn, name, instead))
         for scope in own.values():
             ours += [(scope, n, instead) for n, v in scope.items() if v is theirs]
-    lengths = {"len": _size, "range": _range}
-    ours += [
-        (scope, name, instead)
-        for scope in own.values()
-        for name, instead in lengths.items()
-        if name not in scope
-    ]
+    ours += [(scope, "len", _size) for scope in own.values() if "len" not in scope]
     checks: bool = vars(Distribution)["_validate_args"]  # by looking at values
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [one.level for one in loggers]
@@ -176,11 +167,6 @@ def _put(at: Any, name: str, value: Any) -> None:
         at[name] = value
 
 
-def _grid(theta: Tensor, size: list[int], align_corners: bool | None = None) -> Tensor:
-    """Return affine_grid's points, without its look at which of the sizes is the smallest."""
-    return torch.affine_grid_generator(theta, size, bool(align_corners))
-
-
 def _causal(_: Any, is_causal: bool | None = None, *__: Any, **___: Any) -> bool:
     return is_causal is True
 
@@ -196,34 +182,9 @@ def _set_data(of: Tensor, value: Tensor) -> None:
         raise RuntimeError("a pass changes a tensor by its .data")
 
 
-def _pick(of: Tensor, index: Any) -> Any:
-    """x[..., n] by a number n that is a tensor: torch's own would ask for its value."""
-    parts: list[Any] = [*cast(Any, index)] if isinstance(index, tuple) else [index]
-    numbers = [
-        i
-        for i, n in enumerate(parts)
-        if isinstance(n, Tensor) and n.dim() == 0 and n.dtype in (torch.int64, torch.int32)
-    ]
-    simple = all(isinstance(one, (int, slice)) for i, one in enumerate(parts) if i not in numbers)
-    if len(numbers) != 1 or not simple:
-        return Tensor.__getitem__(of, cast(Any, index))
-    (place,) = numbers
-    # Whole numbers in front are dimensions that have gone when this one is looked at.
-    dim = sum(isinstance(one, slice) for one in parts[:place])
-    rest = Tensor.__getitem__(of, (*parts[:place], slice(None), *parts[place + 1 :]))
-    at = (*[slice(None)] * dim, parts[place].view(1))
-    return Tensor.__getitem__(rest, at).squeeze(dim)
-
-
 def _size(of: Any) -> Any:
     size = of.shape[0] if isinstance(of, Tensor) and of.dim() else None
     return size if isinstance(size, torch.SymInt) else len(of)
-
-
-def _range(*of: Any) -> Any:
-    """Return the records' numbers as a tensor, for the batch's size."""
-    counted = isinstance(of[0], torch.SymInt) and not of[1:]
-    return torch.arange(cast(Any, of[0])) if counted else range(*of)
 
 
 @contextmanager
