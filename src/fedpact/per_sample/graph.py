@@ -19,12 +19,11 @@ from torch.fx import Node
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast
 from fedpact.per_sample import norms, recurrent
-from fedpact.per_sample.gradients import Made, Outer, sum_of
+from fedpact.per_sample.gradients import Made, Mapped, Outer, Share, sum_of
 from fedpact.per_sample.layout import overhead
 from fedpact.per_sample.norms import wide
 from fedpact.per_sample.registers import LANES, fill_up, row_of, widths
 from fedpact.per_sample.rules import Call, Place, of_arguments, results_of, shares_of
-from fedpact.per_sample.share import Mapped, Share
 from fedpact.per_sample.tracing.batch_rules import Mixed, Where, is_size, kind_of, shape_of
 from fedpact.per_sample.tracing.batch_table import State
 from fedpact.per_sample.tracing.keyed_draws import draw_by_key
@@ -391,8 +390,9 @@ def _pull(
 ) -> Iterator[tuple[Node, Share]]:
     """Shares of parameters, by their placeholders, from those of functions of parameters.
 
-    By autograd, batched over records: of as many functions at once as fit into memory, as a call
-    takes long to begin. needed: the placeholders of the parameters that a function follows from.
+    By autograd, batched over records: of all functions at once where that fits into memory, as a
+    call takes long to begin. needed: the placeholders of the parameters that a function follows
+    from.
     """
 
     def pulled(nodes: list[Node], weights: list[Node], rows: list[Tensor]) -> list[Tensor]:
@@ -415,23 +415,13 @@ def _pull(
         return Mapped(shares[node], function, values[weight].numel())
 
     shares = {node: sum_of(some) for node, some in left.items() if values[node].requires_grad}
-    groups: list[list[Node]] = []
-    room = 0
-    for node, share in shares.items():
-        size = share.nbytes + sum(values[one].nbytes for one in needed[node])
-        size, keep = share.batch * size, norms.keep_bytes(share.like)
-        if size > keep:
-            yield from ((one, by_chunk(node, one)) for one in needed[node])
-            continue
-        if size > room:
-            groups.append([])
-            room = keep
-        groups[-1].append(node)
-        room -= size
-    for group in groups:
-        weights = [*dict.fromkeys(one for node in group for one in needed[node])]
-        rows = [shares[node].rows(slice(0, shares[node].batch)) for node in group]
-        yield from zip(weights, map(Made, pulled(group, weights, rows)), strict=True)
+    weights = [*dict.fromkeys(one for node in shares for one in needed[node])]
+    size = sum(s.nbytes + sum(values[w].nbytes for w in needed[n]) for n, s in shares.items())
+    if shares and size * (one := next(iter(shares.values()))).batch > norms.keep_bytes(one.like):
+        yield from ((w, by_chunk(node, w)) for node in shares for w in needed[node])
+    elif shares:
+        rows = [share.rows(slice(0, share.batch)) for share in shares.values()]
+        yield from zip(weights, map(Made, pulled([*shares], weights, rows)), strict=True)
 
 
 def _products(step: _Step) -> float:
