@@ -366,8 +366,9 @@ def test_no_slot_differs_in_a_reduction_or_a_loss(case, expected):
     module, width, loss = case
     passes = PerSampleKernel(FlatModel(module()), loss)._passes
     assert_slots_are_alike(passes, width, 2, expected)
-    # So that 16 records do not have to cost what 64 do.
-    assert passes._trace_for(torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)).multiple == 1
+    # So that 16 records do not have to cost what 64 do, where nothing is in front of them.
+    form = torch.zeros(4, width), torch.zeros(4, dtype=torch.int64)
+    assert passes._trace_for(*form).multiple == 1 or isinstance(passes._modules[0][0], Gated)
 
 
 class Products(TorchDispatchMode):

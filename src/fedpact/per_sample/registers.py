@@ -52,14 +52,12 @@ _UNTAGGED: Final = frozenset(
 _MOVES: Final = frozenset(
     {
         *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "t"),
-        *("expand", "unsqueeze", "squeeze", "slice", "select", "split", "chunk", "unbind", "cat"),
+        *("unsqueeze", "squeeze", "slice", "select", "split", "chunk", "unbind", "cat"),
         *("stack", "contiguous", "detach", "alias", "to", "index", "index_select"),
         *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "embedding"),
     }
 )
 """Operations that only move numbers, and products."""
-
-_REPEATS: Final = frozenset({"expand", "broadcast_to", "repeat"})
 
 
 def common_multiple(numbers: int) -> int:
@@ -112,13 +110,13 @@ def row_of(node: Node, states: dict[Node, State]) -> int | None:
     It is the batch's, of elementwise operations and of those along dimensions in front of it.
     """
     own = states[node]
-    moves = node.op != "call_function" or kind_of(node) in _MOVES | _REPEATS
+    moves = node.op != "call_function" or kind_of(node) in _MOVES
     if moves or draws(node) or not isinstance(own, Where):
         return None
     unsaid = -1 if kind_of(node) == "glu" else None
     dims = {argument.name: value for argument, value in by_argument(node)}.get("dim", unsaid)
     if dims is None:
-        return own.dim if rounds(node) or _repeats(node, states) else None
+        return own.dim if rounds(node) else None
     (x, *others), where = node.all_input_nodes, states[node.all_input_nodes[0]]
     if others or not isinstance(where, Where):
         return None
@@ -128,36 +126,21 @@ def row_of(node: Node, states: dict[Node, State]) -> int | None:
 
 
 def widths(node: Node, states: dict[Node, State]) -> list[int]:
-    """Return how many numbers of a record lie together where slots may be computed by other
-    code: in elementwise operations, and in all that goes along other dimensions than the batch.
+    """Return how many numbers of a record lie together where slots may be computed by other code.
+
+    In elementwise operations that round, and in all that goes along other dimensions than the
+    batch, or whose gradients do, as those of what is repeated in front of the batch.
     """
-    if node.op != "call_function":
+    if node.op != "call_function" or kind_of(node) in _MOVES:
         return []
     # What does not depend on records is the same for all slots.
+    near = [(n, s) for n in (node, *node.all_input_nodes) if isinstance(s := states.get(n), Where)]
+    fronts = {math.prod(shape_of(n)[: s.dim]) for n, s in near}
+    if kind_of(node) in _EXACT and len(fronts) == 1:
+        return []
+    found = [numbers_behind(n, s) for n, s in near if s.dim or s.outer > 1]
     own = states.get(node)
-    other = rounds(node) or _repeats(node, states)
-    found = [numbers_behind(node, own)] if own is not None and other else []
-    if kind_of(node) not in _MOVES | _EXACT:
-        inputs = ((one, states.get(one)) for one in node.all_input_nodes)
-        found += [
-            numbers_behind(n, s)
-            for n, s in inputs
-            if isinstance(s, Where) and (s.dim or s.outer > 1)
-        ]
-    return found
-
-
-def _repeats(node: Node, states: dict[Node, State]) -> bool:
-    """Whether numbers are repeated in front of the batch, along which gradients are summed."""
-    own = states.get(node)
-    if not isinstance(own, Where) or not (_is_pointwise(node) or kind_of(node) in _REPEATS):
-        return False
-    if not _has_gradient(node):
-        return False  # and integers might be divided by the zeros that fill a row up
-    inputs = ((n, states.get(n)) for n in node.all_input_nodes)
-    each = [shape_of(n)[: s.dim] for n, s in inputs if isinstance(s, Where)]
-    front = shape_of(node)[: own.dim]
-    return any(math.prod(one) < math.prod(front) for one in each)
+    return [*found, numbers_behind(node, own)] if own is not None and rounds(node) else found
 
 
 def _is_pointwise(node: Node) -> bool:
