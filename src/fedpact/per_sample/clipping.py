@@ -11,7 +11,7 @@ from torch import Tensor
 from fedpact.common.check import finite, non_negative, positive
 from fedpact.common.errors import InputError, ModelError
 from fedpact.common.params import on_cpu
-from fedpact.per_sample.share import IN_FLOAT32, TOGETHER
+from fedpact.per_sample.gradients import IN_FLOAT32, TOGETHER
 
 SHORTEST: Final = 2.0**-40
 LARGEST_CLIP: Final = 2.0**100

@@ -29,9 +29,8 @@ from torch import Tensor
 
 from fedpact.common.params import on_cpu
 from fedpact.per_sample import norms
-from fedpact.per_sample.gradients import Outer, is_few
+from fedpact.per_sample.gradients import TOGETHER, Outer, Part, Share, is_few
 from fedpact.per_sample.products import differ, products
-from fedpact.per_sample.share import TOGETHER, Part, Share
 
 PatchOrder = Literal["pixel", "channel", "torch"]
 
@@ -172,10 +171,6 @@ class Convolved(Share):
         one = max(1, norms.chunk_bytes(g) // max(1, patches * g.element_size()))
         most = _GROUPS if self._layout == "torch" else one
         super().__init__(len(x), weight.numel(), g, most)
-
-    def rows(self, chunk: slice) -> Tensor:
-        """See Share."""
-        return self.arrange(self.quick_rows(chunk)).flatten(1)
 
     def quick_rows(self, chunk: slice) -> Tensor:
         """See Share."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedpact.common.losses import Loss, cross_entropy
 from fedpact.common.params import FlatModel, from_numpy, on_cpu
+from fedpact.per_sample.gradients import TOGETHER, Measured
 from fedpact.per_sample.layers import ScaledBias, sequence_of
 from fedpact.per_sample.layout import length_for, overhead
 from fedpact.per_sample.norms import (
@@ -29,7 +30,6 @@ from fedpact.per_sample.norms import (
     slices,
 )
 from fedpact.per_sample.products import LARGE, linear
-from fedpact.per_sample.share import TOGETHER, Measured
 
 MOST: Final = 2**20
 """Of slots times the layers' outputs in one pass, which holds a few numbers for each."""

@@ -14,12 +14,18 @@ several          G_j is computed as a matrix, which is measured and added. It is
 few, and wide    A matrix for each record would cost more than the product. Norms and product are
                  in float64, and no norm is below FLOOR times the sum of its terms' lengths.
 
+docs/notes/proofs.md proves how far one record moves a sum. It assumes of the code that products in
+float32 run over at most TOGETHER records, and sums over at most IN_FLOAT32; and where c is float64,
+so are all products.
+
 Sources: Goodfellow, arXiv 1510.01799 (one position); Li, Tramèr, Liang, Hashimoto, arXiv 2110.05679
 (ghost norm); Bu, Wang, Zha, Karypis, arXiv 2210.00038 (book-keeping).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,7 +40,15 @@ from fedpact.per_sample.norms import (
     wide,
 )
 from fedpact.per_sample.products import products
-from fedpact.per_sample.share import TOGETHER, Mapped, Part, Share, same
+
+TOGETHER = 128
+"""So many records' terms float32 may add in one product; docs/notes/proofs.md has why."""
+
+IN_FLOAT32 = 512
+"""Up to so many records float32 sums; more are summed in float64 and rounded once."""
+
+PARTIAL_SUMS = 16
+"""Float32 adds up so many passes' sums at most."""
 
 FLOOR = 2.0**-10
 """A norm from float64 Gram matrices is at least so much of Σ_t ‖g_t‖‖u_t‖."""
@@ -47,6 +61,97 @@ _GOOD = 2**18
 
 _TERMS = 2**13
 """So many of a Gram product's terms at most are added at a time; docs/notes/proofs.md has why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of one parameter: squares [P] is ‖G_j‖²; add(c [P], good, view) adds Σ_j c_j G_j.
+
+    good [P]: the slots to add, c is 0 elsewhere; None where the numbers of all slots are finite. 0
+    times infinity is not a number, so the others' gradients are set to 0 first. view: the
+    parameter's place in the total, of c's type. Squares that underflow may be too small: below
+    norms.least_square they count as that.
+    """
+
+    squares: Tensor
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One pass: losses [P] and ‖g_j‖ [P] in float64; of empty slots they are anything.
+
+    add(c, good, total) adds Σ_j c_j g_j to total [d], for c [P] of its type; good: see Part.
+    factors: whatever the sum is made of, each [P, ...].
+    """
+
+    losses: Tensor
+    norms: Tensor
+    add: Callable[[Tensor, Tensor | None, Tensor], None]
+    factors: Callable[[], list[Tensor]]
+
+
+class Share(ABC):
+    """What one use of a parameter contributes to its per-sample gradients.
+
+    batch: B. size: numbers in one gradient. like: a tensor of the type and on the device of these.
+    most: the most records to make gradients of at a time.
+    """
+
+    def __init__(self, batch: int, size: int, like: Tensor, most: int = TOGETHER) -> None:
+        self.batch, self.size, self.like, self.most = batch, size, like, min(most, TOGETHER)
+
+    @abstractmethod
+    def quick_rows(self, chunk: slice) -> Tensor:
+        """The gradients [n, size] of a chunk's records, in the order that is fastest to compute."""
+
+    def minus(self, other: "Share") -> "list[Share]":
+        """Shares whose sum is this one less another one of the same parameter."""
+        return [self, Mapped(other, torch.neg, other.size)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one gradient."""
+        return self.size * self.like.element_size()
+
+    def factors(self) -> list[Tensor]:
+        """What the gradients are computed from, each [B, ...], to compare passes bit for bit."""
+        return [self.rows(slice(0, self.batch))]
+
+    def arrange(self, total: Tensor) -> Tensor:
+        """Return quick rows, or a sum of them, [..., size] in the parameter's own order."""
+        return total
+
+    def rows(self, chunk: slice) -> Tensor:
+        """The gradients [n, size] of a chunk's records in the parameter's own order."""
+        return flatten_rows(self.arrange(self.quick_rows(chunk)))
+
+    def special(self) -> Part | None:
+        """Return a faster way to measure and sum, without rows; None if there is none."""
+        return None
+
+
+class Mapped(Share):
+    """Gradients that are a linear function of those of another share, record by record.
+
+    function: rows [n, ...] of the other share -> rows [n, size].
+    """
+
+    def __init__(self, share: Share, function: Callable[[Tensor], Tensor], size: int) -> None:
+        super().__init__(share.batch, size, share.like, share.most)
+        self._share, self._function = share, function
+
+    def quick_rows(self, chunk: slice) -> Tensor:
+        """See Share."""
+        return self._function(self._share.rows(chunk))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one form are the same memory.
+
+    The numbers are not compared: one record's would then decide how the others are summed.
+    """
+    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
 
 
 def is_few(like: Tensor, positions: int, size: int, read: int, least: int = 9) -> bool:
@@ -147,20 +252,9 @@ class Made(Share):
         self._rows = flatten_rows(wide(rows))
         super().__init__(len(self._rows), self._rows.shape[1], self._rows)
 
-    def rows(self, chunk: slice) -> Tensor:
+    def quick_rows(self, chunk: slice) -> Tensor:
         """See Share."""
         return self._rows[chunk]
-
-    def special(self) -> Part | None:
-        """See Share: of a few numbers what `_by_rows` does with them, without its cost."""
-        rows = self._rows
-        if self.batch > TOGETHER or self.batch * self.nbytes > norms.chunk_bytes(rows):
-            return None
-
-        def add(c: Tensor, good: Tensor | None, view: Tensor) -> None:
-            view.add_(torch.mv(keep_good(good, rows).to(c.dtype).t(), c).view(view.shape))
-
-        return Part(rough_squares(rows), add)
 
 
 class Outer(Share):
@@ -171,10 +265,6 @@ class Outer(Share):
         super().__init__(batch, out * u.shape[2], g)
         self.g, self.u = g, u
         self._turned = out > u.shape[2]
-
-    def rows(self, chunk: slice) -> Tensor:
-        """See Share."""
-        return flatten_rows(products(self.g[chunk].mT, self.u[chunk]))
 
     def quick_rows(self, chunk: slice) -> Tensor:
         """See Share: as [K, O] where that makes the rows of the product longer, which is faster."""
@@ -275,7 +365,7 @@ class Lookup(Share):
         self._g = g if padding is None else torch.where((index != padding)[:, :, None], g, 0)
         super().__init__(len(g), entries * g.shape[2], g)
 
-    def rows(self, chunk: slice) -> Tensor:
+    def quick_rows(self, chunk: slice) -> Tensor:
         """See Share."""
         index, g = self._index[chunk], self._g[chunk]
         table = g.new_zeros(len(g), self.entries, g.shape[2])
@@ -354,7 +444,7 @@ class SumOfShares(Share):
         super().__init__(shares[0].batch, shares[0].size, shares[0].like, most)
         self.shares = shares
 
-    def rows(self, chunk: slice) -> Tensor:
+    def quick_rows(self, chunk: slice) -> Tensor:
         """See Share."""
         total = self.shares[0].rows(chunk)
         for share in self.shares[1:]:

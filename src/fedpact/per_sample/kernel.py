@@ -41,6 +41,7 @@ from fedpact.per_sample.clipping import (
     within,
 )
 from fedpact.per_sample.convolution import pixelwise
+from fedpact.per_sample.gradients import Measured
 from fedpact.per_sample.layers import by_pixel
 from fedpact.per_sample.layout import (
     COMPACT,
@@ -52,7 +53,6 @@ from fedpact.per_sample.layout import (
 )
 from fedpact.per_sample.norms import slices, wide
 from fedpact.per_sample.passes import Captures, Passes, one_each, trainable
-from fedpact.per_sample.share import Measured
 from fedpact.per_sample.tracing.independence import Mixers, check_separation
 from fedpact.per_sample.tracing.keyed_draws import (
     KeyedDraws,

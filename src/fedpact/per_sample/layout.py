@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.params import copy_to_device
-from fedpact.per_sample.share import IN_FLOAT32, PARTIAL_SUMS
+from fedpact.per_sample.gradients import IN_FLOAT32, PARTIAL_SUMS
 
 EXPECTED = 64.0
 """The expected batch size of a caller that names none."""

@@ -30,13 +30,12 @@ from fedpact.common.params import FlatModel, fewer_digits, on_cpu
 from fedpact.per_sample import norms
 from fedpact.per_sample.convolution import pixelwise
 from fedpact.per_sample.dense import Dense
-from fedpact.per_sample.gradients import difference, part, together
+from fedpact.per_sample.gradients import Measured, difference, part, together
 from fedpact.per_sample.graph import Graph, Shares
 from fedpact.per_sample.layers import gains_by_pixel
 from fedpact.per_sample.layout import Pass, Placement, lay_out, length_for
 from fedpact.per_sample.norms import LONGEST
 from fedpact.per_sample.per_record import Alone
-from fedpact.per_sample.share import Measured
 from fedpact.per_sample.tracing.batch_rules import Mixed
 from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import PassNumbers, Seed, drawing, without_fused_draws

@@ -21,11 +21,10 @@ from fedpact.common.errors import ModelError
 from fedpact.common.losses import Loss
 from fedpact.common.params import FlatModel, autocast, model_name
 from fedpact.per_sample import norms
-from fedpact.per_sample.gradients import Made
+from fedpact.per_sample.gradients import Made, Share
 from fedpact.per_sample.layout import length_for
 from fedpact.per_sample.norms import wide
 from fedpact.per_sample.registers import LANES, fill_up, rounds, takes_rows
-from fedpact.per_sample.share import Share
 from fedpact.per_sample.tracing.batch_rules import shape_of
 from fedpact.per_sample.tracing.export import Untraceable
 from fedpact.per_sample.tracing.keyed_draws import (
