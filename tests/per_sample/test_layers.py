@@ -86,43 +86,13 @@ def test_linear(reference, batch, positions, inputs, outputs, keep, seed):
     check_layers(reference, layers, torch.zeros(batch, *positions, inputs), seed, keep)
 
 
-@st.composite
-def convolution(draw, dimensions, channels):
-    groups = draw(st.sampled_from([g for g in range(1, 5) if channels % g == 0]))
-    filters = groups * draw(st.integers(1, 3))
-    kernel = [draw(st.integers(1, 3)) for _ in range(dimensions)]
-    dilation = [draw(st.integers(1, 2)) for _ in range(dimensions)]
-    mode = draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"]))
-    padding = draw(st.sampled_from(["same", "valid", "numbers"]))
-    stride = [1 if padding == "same" else draw(st.integers(1, 3)) for _ in range(dimensions)]
-    if padding == "numbers":
-        padding = [draw(st.integers(0, 2)) for _ in range(dimensions)]
-    kind = nn.Conv1d if dimensions == 1 else nn.Conv2d
-    return kind(
-        channels, filters, kernel, stride, padding, dilation, groups, draw(st.booleans()), mode
-    )
-
-
-@st.composite
-def convolutions(draw, dimensions):
-    channels = draw(st.integers(1, 8))
-    some = st.lists(convolution(dimensions, channels), min_size=4, max_size=4)
-    size = [draw(st.integers(5, 8)) for _ in range(dimensions)]
-    return draw(some), torch.zeros(draw(st.sampled_from([1, 2, 9])), channels, *size)
-
-
 @asymmetric
-@settings(COMMON, max_examples=3)
-@given(convolutions(2), seeds, st.booleans())
-def test_conv2d(reference, case, seed, keep):
-    check_layers(reference, *case, seed, keep)
-
-
-@asymmetric
-@COMMON
-@given(convolutions(1), seeds, st.booleans())
-def test_conv1d(reference, case, seed, keep):
-    check_layers(reference, *case, seed, keep)
+@pytest.mark.parametrize("keep", [True, False])
+def test_convolutions_of_every_padding(reference, keep):
+    """Settings of a convolution by itself are in test_rules_calls."""
+    modes = "zeros", "reflect", "replicate", "circular"
+    layers = [nn.Conv2d(3, 4, (2, 3), padding="same", padding_mode=mode) for mode in modes]
+    check_layers(reference, layers, torch.zeros(5, 3, 6, 5), 0, keep)
 
 
 @pytest.mark.parametrize("keep", [True, False])

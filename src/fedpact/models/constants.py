@@ -42,8 +42,9 @@ def find_library_tensors(module: nn.Module) -> set[int]:
         if kinds[0].partition(".")[0] in _LIBRARIES and not any(
             kind.startswith("torch.nn.modules") for kind in kinds
         ):
-            held = (layer._parameters, layer._buffers, vars(layer))
-            found |= {id(v) for some in held for n, v in some.items() if "running" not in n}
+            named = layer.named_parameters(recurse=False), layer.named_buffers(recurse=False)
+            held = {**vars(layer), **dict(named[0]), **dict(named[1])}
+            found |= {id(v) for n, v in held.items() if "running" not in n}
     return found
 
 

@@ -100,6 +100,7 @@ def while_tracing(model: nn.Module, loss: Loss) -> Generator[None]:
     ours: list[tuple[Any, str, Any]] = [
         (transformer, _detect_is_causal_mask.__name__, _causal),
         (FakeTensor, "tolist", _list),
+        (FakeTensor, "__getitem__", _pick),
         (FakeTensor, "data", property(torch.Tensor.detach, _set_data)),
         (F, "embedding_bag", embedding_bag),
         # The search for an einsum's order compares sizes, also the batch's.
@@ -180,6 +181,25 @@ def _set_data(of: Tensor, value: Tensor) -> None:
     """Refuse x.data = y, of which a trace would have nothing; a layer that is moved has x = y."""
     if value is not of:
         raise RuntimeError("a pass changes a tensor by its .data")
+
+
+def _pick(of: Tensor, index: Any) -> Any:
+    """x[..., n] by a number n that is a tensor: torch's own would ask for its value."""
+    parts: list[Any] = [*cast(Any, index)] if isinstance(index, tuple) else [index]
+    numbers = [
+        i
+        for i, n in enumerate(parts)
+        if isinstance(n, Tensor) and n.dim() == 0 and n.dtype in (torch.int64, torch.int32)
+    ]
+    simple = all(isinstance(one, (int, slice)) for i, one in enumerate(parts) if i not in numbers)
+    if len(numbers) != 1 or not simple:
+        return Tensor.__getitem__(of, cast(Any, index))
+    (place,) = numbers
+    # Whole numbers in front are dimensions that have gone when this one is looked at.
+    dim = sum(isinstance(one, slice) for one in parts[:place])
+    rest = Tensor.__getitem__(of, (*parts[:place], slice(None), *parts[place + 1 :]))
+    at = (*[slice(None)] * dim, parts[place].view(1))
+    return Tensor.__getitem__(rest, at).squeeze(dim)
 
 
 def _size(of: Any) -> Any:
