@@ -48,8 +48,7 @@ def _keeps_statistics(layer: nn.Module) -> bool:
 
 
 def _acts_by_batch(layer: nn.Module) -> bool:
-    kinds = nn.Embedding | nn.EmbeddingBag
-    return isinstance(layer, kinds) and (
+    return isinstance(layer, nn.Embedding | nn.EmbeddingBag) and (
         layer.max_norm is not None or bool(layer.scale_grad_by_freq)
     )
 
