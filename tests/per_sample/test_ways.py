@@ -178,6 +178,10 @@ LAYERS = {
         lambda m, x: F.fold(m.layer(F.unfold(x, 2)), 5, 2),
         lambda: {"layer": nn.Linear(16, 16)}, (2, 5, 5),
     ),
+    "bilinear": (
+        lambda m, x: m.both(x[:, 0], x[:, 1]) * m.first(x[:, 0]),
+        lambda: {"both": nn.Bilinear(4, 4, 3), "first": nn.Linear(4, 3)}, (2, 4),
+    ),
     "added products": (
         added, lambda: {"bias": numbers(3), "weight": numbers(4, 3), "rows": numbers(2, 3)}, (2, 4),
     ),

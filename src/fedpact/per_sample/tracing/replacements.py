@@ -93,6 +93,13 @@ def _add(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) 
     return torch.add(c, a @ b, alpha=alpha)
 
 
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Σ_kl x_k W_nkl y_l + b, as two products."""
+    matrices = (x @ weight.transpose(0, 1).flatten(1)).reshape(*x.shape[:-1], len(weight), -1)
+    out = (matrices @ y.unsqueeze(-1)).sum(-1)
+    return out if bias is None else out + bias
+
+
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -258,6 +265,7 @@ TRACED_AS: Final[dict[Any, Callable[..., Any]]] = {
     _aten.take_along_dim.default: _take_along,
     _aten.copy.default: _copy,
     _aten.einsum.default: _spell_out,
+    _aten.bilinear.default: _bilinear,
     **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), _add),
     # Of the second tensor they read the form alone, not the records.
     _aten.type_as.default: _to_type_of,
