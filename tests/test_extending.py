@@ -73,7 +73,7 @@ ADDED = {
     ),
     "accountant": (
         "privacy/accounting/accountant.py",
-        lambda text: before("class RunningEpsilon:", text, block("accountant")),
+        lambda text: before("def epsilon_on_the_way(", text, block("accountant")),
     ),
     "mechanism": (
         "privacy/mechanisms.py",

@@ -13,7 +13,7 @@ from scipy.special import ndtr
 from scipy.stats import binom
 from tests.recounted import gaussian_delta
 
-from fedpact.privacy.accounting.accountant import SampledGaussian, quick_epsilon
+from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
 
 RATE, DELTA = 1e-3, 1e-4  # the paper's settings
 DIMENSION, USERS, GRADIENT = 1e4, 100, 5.0
@@ -77,7 +77,7 @@ def test_l1_the_proposed_bound_is_unsound_inside_its_conditions():
     multiplier = math.sqrt(variance) / 2
     assert delta_of_counting(RATE, multiplier, steps, eps, 1.6) > 50 * DELTA
     assert delta_of_counting(RATE, multiplier, steps, 3.0, 1.65) > DELTA  # so ε > 3
-    assert quick_epsilon({SampledGaussian(RATE, multiplier): steps}, DELTA) < 5.52  # at most this
+    assert epsilon({SampledGaussian(RATE, multiplier): steps}, DELTA) < 5.52  # at most this
 
 
 def test_l1_moments_accountant_without_remainder_is_unsound():

@@ -38,9 +38,9 @@ from fedpact.privacy.accounting.accountant import (
     Accountant,
     Budget,
     History,
-    RunningEpsilon,
     SampledGaussian,
     epsilon,
+    epsilon_on_the_way,
     joint,
 )
 from fedpact.privacy.accounting.calibration import smallest_scale
@@ -408,31 +408,22 @@ class Terms:
         """The budget, and ε of all that is reserved if no other site's share is noise."""
         alone = self.budget.epsilon
         if self.honest:
-            alone = epsilon(self._own_shares, self.budget.delta, self.accountant)
+            own = shared_noise.all_alone(self.history(self.steps), self.honest)
+            alone = epsilon(own, self.budget.delta, self.accountant)
         return Guarantee(self.budget.epsilon, self.budget.delta, alone, self.honest)
 
     def guarantee_after(self, spent: History) -> Guarantee:
         """Return upper bounds after some of the reserved events; cheap to compute."""
-        cost = alone = self._running(spent)
+        planned, delta = self.history(self.steps), self.budget.delta
+        cost = alone = epsilon_on_the_way(spent, planned, self.delta, self.accountant)
         if self.honest:
-            alone = self._running_alone(shared_noise.all_alone(spent, self.honest))
-        return Guarantee(cost, self.budget.delta, alone, self.honest)
+            own = (shared_noise.all_alone(events, self.honest) for events in (spent, planned))
+            alone = epsilon_on_the_way(*own, delta, self.accountant)
+        return Guarantee(cost, delta, alone, self.honest)
 
     def per_person(self, records: int) -> Guarantee:
         """Return upper bounds on what is reserved for a person's `records` records together."""
         return self.guarantee.per_person(self.history(self.steps), records)
-
-    @property
-    def _own_shares(self) -> History:
-        return shared_noise.all_alone(self.history(self.steps), self.honest)
-
-    @cached_property
-    def _running(self) -> RunningEpsilon:
-        return RunningEpsilon(self.history(self.steps), self.delta, self.accountant)
-
-    @cached_property
-    def _running_alone(self) -> RunningEpsilon:
-        return RunningEpsilon(self._own_shares, self.budget.delta, self.accountant)
 
 
 def size_event(noise: float | None) -> dict[SampledGaussian, int]:

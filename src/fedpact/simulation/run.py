@@ -39,7 +39,7 @@ from fedpact.privacy.terms import Terms
 from fedpact.simulation.machine import available_cores
 from fedpact.simulation.setup import SimulationSetup
 
-_PACKAGES = ("torch", "numpy", "scipy", "dp-accounting", "safetensors", "fedpact")
+_PACKAGES = ("torch", "numpy", "scipy", "safetensors", "fedpact")
 
 
 def environment_of(run: str, *packages: str, **facts: Any) -> dict[str, Any]:

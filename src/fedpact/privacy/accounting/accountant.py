@@ -12,12 +12,10 @@ adaptively, as long as the *events* were fixed in advance.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache, partial
-from itertools import accumulate
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -144,29 +142,15 @@ def check_accountant(accountant: str) -> Accountant:
 def _epsilon(
     terms: tuple[pld.Term, ...], delta: float, accountant: Accountant, conversion: Conversion
 ) -> float:
-    # Each bound holds at this δ by itself, so the smallest does: the choice spends nothing of δ.
-    bounds = _bounds(accountant, terms)
-    return min((bound.epsilon(terms, delta, conversion) for bound in bounds), default=math.inf)
-
-
-def _bounds(accountant: Accountant, terms: tuple[pld.Term, ...]) -> list["Bound"]:
-    """The accountant, or of what it is the smallest; none of them for far too many releases."""
     if any(count > MOST_RELEASES for *_, count in terms):
-        return []
-    return [ACCOUNTANTS[part] for part in ACCOUNTANTS[accountant].parts or (accountant,)]
+        return math.inf
+    # Each bound holds at this δ by itself, so the smallest does: the choice spends nothing of δ.
+    parts = ACCOUNTANTS[accountant].parts or (accountant,)
+    return min(ACCOUNTANTS[part].epsilon(terms, delta, conversion) for part in parts)
 
 
 def _pld_epsilon(terms: tuple[pld.Term, ...], delta: float, _: Conversion) -> float:
     return pld.pld_epsilon(terms, delta)
-
-
-def _quick_pld(terms: tuple[pld.Term, ...], delta: float, _: Conversion) -> float:
-    if not terms:
-        return 0.0
-    if all(q == 1 for q, _, _ in terms):
-        # One Gaussian, in closed form: no search is needed for it.
-        return pld.pld_epsilon(terms, delta)
-    return min(pld.epsilons([terms], delta, pld.FINENESS))
 
 
 def _rdp_epsilon(terms: tuple[pld.Term, ...], delta: float, conversion: Conversion) -> float:
@@ -179,37 +163,18 @@ def _rdp_epsilon(terms: tuple[pld.Term, ...], delta: float, conversion: Conversi
     return rdp.to_epsilon(total, delta, conversion, orders)
 
 
-def quick_epsilon(
-    history: History,
-    delta: float,
-    accountant: Accountant = "best",
-    conversion: Conversion = "balle",
-) -> float:
-    """Return nearly what `epsilon` returns, an upper bound too, in a tenth of the time.
-
-    For searches, whose answer `epsilon` then checks: privacy.accounting.pld stands in for
-    dp-accounting. inf also where δ is too small for it. Arguments and errors as of `epsilon`.
-    """
-    check.fraction(delta=delta)
-    terms = _terms(history)
-    bounds = _bounds(check_accountant(accountant), terms)
-    return min((bound.quick(terms, delta, conversion) for bound in bounds), default=math.inf)
-
-
 @dataclass(frozen=True)
 class Bound:
     """An accountant: what bounds ε of a history, and what it is called. All fields are needed.
 
     label: in a table. told: on a page, in full. epsilon: of the history's terms, δ and conversion,
-    a proven upper bound; quick: nearly the same, an upper bound too, for searches. converts:
-    whether a conversion of RDP matters to it. parts: of what it is the smallest, with epsilon and
-    quick of theirs; () if it is none.
+    a proven upper bound. converts: whether a conversion of RDP matters to it. parts: of what it is
+    the smallest, with epsilon of theirs; () if it is none.
     """
 
     label: str
     told: str
     epsilon: Callable[[tuple[pld.Term, ...], float, Conversion], float]
-    quick: Callable[[tuple[pld.Term, ...], float, Conversion], float]
     converts: bool
     parts: tuple[str, ...]
 
@@ -224,7 +189,6 @@ ACCOUNTANTS: Final[dict[Accountant, Bound]] = {
         told="best: the smaller of two upper bounds, by privacy loss distributions (PLD) and Rényi "
         "(RDP)",
         epsilon=_of_parts,
-        quick=_of_parts,
         converts=True,
         parts=("rdp", "pld"),
     ),
@@ -232,7 +196,6 @@ ACCOUNTANTS: Final[dict[Accountant, Bound]] = {
         label="PLD, pessimistic",
         told="pld: privacy loss distributions, pessimistic estimate",
         epsilon=_pld_epsilon,
-        quick=_quick_pld,
         converts=False,
         parts=(),
     ),
@@ -240,70 +203,36 @@ ACCOUNTANTS: Final[dict[Accountant, Bound]] = {
         label="RDP",
         told="rdp: Rényi differential privacy",
         epsilon=_rdp_epsilon,
-        quick=_rdp_epsilon,
         converts=True,
         parts=(),
     ),
 }
 
 
-class RunningEpsilon:
-    """An upper bound on ε of a history on its way to a plan: microseconds a call, and never falls.
+def epsilon_on_the_way(
+    history: History, planned: History, delta: float, accountant: Accountant = "best"
+) -> float:
+    """Return a bound on ε of a history on its way to a plan, of which many are asked for.
 
-    planned: what the history may grow to; there the bound is `epsilon(planned)`. On the way, by
-    "pld" and "best", it is the ε of a history with every count at most 2^(1/16) times as large,
-    which privacy.accounting.pld finds less than 1.5 % above PLD (δ >= 1e-9); by "rdp" it is
-    `epsilon`. A history that is not part of its plan is priced by itself. Raises InputError.
+    It is the ε of a history on the way with every count at most 2^(1/16) times as large, so that a
+    run of thousands of rounds needs a few dozen; at the plan's end it is `epsilon(planned)`, and
+    "rdp" needs no other history. One that is not part of its plan is priced by itself. Raises
+    InputError.
 
-    >>> after = RunningEpsilon({SampledGaussian(0.015, 1.1): 2000}, delta=1e-5)
-    >>> round(after({SampledGaussian(0.015, 1.1): 317}), 2)
+    >>> event = SampledGaussian(0.015, 1.1)
+    >>> round(epsilon_on_the_way({event: 317}, {event: 2000}, delta=1e-5), 2)
     1.38
     """
-
-    def __init__(self, planned: History, delta: float, accountant: Accountant = "best") -> None:
-        self._delta, self._accountant = check.fraction(delta=delta), check_accountant(accountant)
-        self._counts: dict[SampledGaussian, list[int]] = {}
-        # What stands in on the way is above PLD; any other accountant is asked itself.
-        if accountant in ("best", "pld"):
-            counts, self._bounds = _on_the_way(_terms(planned), delta, accountant)
-            self._counts = {SampledGaussian(q, s): column for (q, s), column in counts.items()}
-
-    def __call__(self, history: History) -> float:
-        """Return the bound for this history; 0.0 for an empty one."""
-        place = -1
-        for event, count in history.items():
-            if check.natural(count=count):
-                column = self._counts.get(event, ())
-                # The first history on the way with no fewer of this event; as the columns rise
-                # together, the largest place has no fewer of any.
-                place = max(place, bisect_left(column, count))
-                if place >= len(column):
-                    return _epsilon(_terms(history), self._delta, self._accountant, "balle")
-        return self._bounds[place] if place >= 0 else 0.0
-
-
-@lru_cache(maxsize=4096)
-@separable
-def _on_the_way(
-    planned: tuple[pld.Term, ...], delta: float, accountant: Accountant
-) -> tuple[dict[tuple[float, float], list[int]], list[float]]:
-    """Return histories on the way to a plan, as each event's rising counts, and a bound on each."""
-    octaves = max((math.log2(count) for *_, count in planned), default=0.0)
-    # Counts on a geometric grid: the next one up is at most 2^(1/16) times as large.
-    shares = 2 ** (-np.arange(1, 1 + _COUNTS_PER_OCTAVE * octaves) / _COUNTS_PER_OCTAVE)
-    # Rounded up: what stands in for a history must not have fewer events.
-    smaller = {tuple((q, s, math.ceil(share * t)) for q, s, t in planned) for share in shares}
-    path = sorted(smaller - {planned})
-    bounds = pld.epsilons(path, delta)
-    if accountant == "best":
-        by_rdp = (_rdp_epsilon(terms, delta, "balle") for terms in path)
-        bounds = [min(each) for each in zip(bounds, by_rdp, strict=True)]
-    bounds.append(_epsilon(planned, delta, accountant, "balle"))
-    # What bounds a longer history bounds the shorter ones.
-    bounds = list(accumulate(reversed(bounds), min))[::-1]
-    path.append(planned)
-    counts = {(q, s): [terms[i][2] for terms in path] for i, (q, s, _) in enumerate(planned)}
-    return counts, bounds
+    if accountant == "rdp" or not any(history.values()) or not planned:
+        return epsilon(history, delta, accountant)
+    # The least share of the plan on a grid that is no shorter: ceil(share n) > count - 1.
+    done = max((count - 1) / planned.get(event, math.inf) for event, count in history.items())
+    place = math.floor(_COUNTS_PER_OCTAVE * math.log2(done)) + 1 if done > 0 else -math.inf
+    share = 2.0 ** (place / _COUNTS_PER_OCTAVE)
+    longer = {event: min(n, max(1, math.ceil(share * n))) for event, n in planned.items()}
+    if any(count > longer.get(event, 0) for event, count in history.items()):
+        longer = history
+    return epsilon(longer, delta, accountant)
 
 
 @separable
@@ -321,20 +250,18 @@ def max_steps(
     """
     before = dict(spent or {})
 
-    def fits(cost: Callable[..., float], steps: int) -> bool:
+    def fits(steps: int) -> bool:
         history = before | {event: before.get(event, 0) + steps}
-        return cost(history, budget.delta, accountant, conversion) <= budget.epsilon
+        return epsilon(history, budget.delta, accountant, conversion) <= budget.epsilon
 
     near = 0
     if accountant == "best":
         # RDP costs microseconds and is never above the answer: start there.
         near = max_steps(event, budget, "rdp", conversion, before)
-    if accountant != "rdp":
-        near = _last(partial(fits, quick_epsilon), near, max(1, near // 2))
-    return _last(partial(fits, epsilon), near)
+    return _last(fits, near, max(1, near // 2))
 
 
-def _last(fits: Callable[[int], bool], near: int, stride: int = 1) -> int:
+def _last(fits: Callable[[int], bool], near: int, stride: int) -> int:
     """Return T with fits(T) and not fits(T + 1), by growing strides from a guess, and bisecting."""
     if fits(near):
         low, high = near, near + stride

@@ -25,8 +25,8 @@ _idle: Final = list["_Child"]()
 def in_a_child() -> Generator[None]:
     """Within the block functions that are `separable` run in a child process.
 
-    scipy and dp-accounting take 70 MB, which end with the child: it ends when it has not been asked
-    for some seconds. The answers are the same.
+    scipy takes 20 MB, and a search more, which end with the child: it ends when it has not been
+    asked for some seconds. The answers are the same.
     """
     token = _apart.set(True)
     try:

@@ -26,7 +26,6 @@ from fedpact.privacy.accounting.accountant import (
     History,
     SampledGaussian,
     epsilon,
-    quick_epsilon,
 )
 from fedpact.privacy.accounting.apart import separable
 
@@ -153,15 +152,11 @@ def _least(
 ) -> float:
     """Return about the least x in [low, high] at which the history fits the budget.
 
-    The ε of history(x) decreases in x. RDP finds a start, a quick accountant searches, and
-    `epsilon` checks the result. Raises BudgetExhausted: it fits nowhere.
+    The ε of history(x) decreases in x. RDP finds a start. Raises BudgetExhausted: it fits nowhere.
     """
 
     def exact(x: float, by: Accountant = accountant, to: Conversion = conversion) -> float:
         return epsilon(history(x), budget.delta, by, to)
-
-    def quick(x: float) -> float:
-        return quick_epsilon(history(x), budget.delta, accountant, conversion)
 
     limit, kept = budget.epsilon, high
     # Mironov's conversion needs fewer and cheaper orders than Balle's, and its ε is never smaller.
@@ -178,13 +173,6 @@ def _least(
             "is spent: no noise is large enough and no sampling rate small enough for what is "
             "planned; plan fewer releases or raise the budget"
         )
-    if kept < high or quick(high) <= limit:
-        found = _boundary(quick, low, kept, limit, _TOLERANCE / 2)
-        # The quick accountant may be off in either direction by less than the tolerance, so its
-        # answer, or the next point on the safe side, is checked by the exact one.
-        for x in (found, found + _TOLERANCE / 2):
-            if exact(x) <= limit:
-                return x
     return _boundary(exact, low, kept, limit, _TOLERANCE / 2)
 
 

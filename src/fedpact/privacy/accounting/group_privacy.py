@@ -38,10 +38,10 @@ from fedpact.privacy.accounting.apart import separable
 from fedpact.privacy.accounting.pld import (
     FINENESS,
     OUTSIDE,
-    ComposedLosses,
     LossMasses,
     Outcomes,
     Term,
+    compose,
     connect_dots,
     ends,
     fft_rounding,
@@ -133,13 +133,13 @@ def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, 
     reach = max(m.range[1] - m.range[0] for m in mixtures)
     step = step_within(wanted, count, reach, spread)
     pairs = [mixture.pair(step) for mixture in mixtures]
-    ways = [
-        ComposedLosses([pair[i] for *pair, _ in pairs], counts, step, spread, outside)
+    found = max(
+        compose([pair[i] for *pair, _ in pairs], counts, step, spread, outside, usable)
         for i in (0, 1)
-    ]
+    )
     # A loss that stands beside its point of the grid is as much too cheap, in each release.
     misplaced = math.fsum(t * off for t, (*_, off) in zip(counts, pairs, strict=True))
-    found = max(way.epsilon(counts, usable) for way in ways) + misplaced
+    found += misplaced
     return (found if found >= 0 else math.inf), step <= wanted
 
 

@@ -1,31 +1,22 @@
-"""Privacy loss distributions: of a whole run, and composed round by round.
-
-dp-accounting discretises the privacy loss pessimistically by connecting the dots (Doroshenko,
-Ghazi, Kamath, Kumar, Manurangsi. arXiv 2207.04380) and composes by FFT; ε is the larger one of the
-two directions, add and remove. This module chooses the grid, keeps memory bounded and takes the
-rounding of the FFT off δ, so that the answer stays an upper bound. Where no grid that fits into
-memory is fine enough, as for millions of releases at a tiny rate, the loss is composed by its
-transform as well (privacy.accounting.characteristic_function), and the smaller ε counts; plain
-Gaussians are one Gaussian (privacy.accounting.gaussian). Each is an upper bound for its own
-reasons, which its module gives.
-
-`pld` takes tens of milliseconds for a history. A report after every round needs dozens of histories
-on the way to one plan in less than that together, and may lie a little above their ε. On a grid as
-fine as pld's the two agree to about 1e-7 (1e-4 at a small δ, where more is set aside for rounding).
-Plain Gaussians, and what no grid resolves, `pld` answers: of the latter, at a tenth of a second
-or more, six histories, each an octave of the path shorter; those between take the longer one's.
+"""Privacy loss distributions: ε of a whole history of releases, on a grid of losses.
 
 One release is a pair of distributions, (1-q) N(0, σ²) + q N(1, σ²) and N(0, σ²), in either order
-(Zhu, Dong, Wang 2022). With L = log(P/Q) its privacy loss, δ(ε) = E_P[(1 - e^(ε-L))+].
+(Zhu, Dong, Wang 2022). With L = log(P/Q) its privacy loss, δ(ε) = E_P[(1 - e^(ε-L))+]. ε is the
+larger one of both orders.
 
 Grid     The outcomes with losses between neighbours a < b of a grid, of mass p under P and r under
          Q, are moved onto a and b so that both masses stay: p_a + p_b = p, p_a e^-a + p_b e^-b = r.
          This spreads e^-L around its mean, and (1 - e^(ε-L))+ is convex in the e^-L of each
          release: δ(ε) can only grow. (It is to connect the dots: Doroshenko, Ghazi, Kamath, Kumar,
          Manurangsi, arXiv 2207.04380.)
-Compose  LossMasses add, so distributions convolve: here as powers of one Fourier transform.
+Compose  Losses add, so distributions convolve: here as powers of one Fourier transform.
 Window   A loss above the transform's window would come back at its lower end, and be too cheap. How
          likely that is has Chernoff's bound; it is taken off δ, with what transforms may round.
+
+Where no grid that fits into memory is fine enough, as for millions of releases at a tiny rate, the
+loss is composed by its transform as well (privacy.accounting.characteristic_function), and the
+smaller ε counts; plain Gaussians are one Gaussian (privacy.accounting.gaussian). Each is an upper
+bound for its own reasons, which its module gives.
 """
 
 import bisect
@@ -33,14 +24,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpact.privacy.accounting import characteristic_function, gaussian
 
+FloatArray = NDArray[np.float64]
 Term = tuple[float, float, int]  # q, σ, number of releases
 
 # The grid is this much finer than the spread of one release's loss: the variance it adds is then
@@ -48,7 +39,6 @@ Term = tuple[float, float, int]  # q, σ, number of releases
 FINENESS: Final = 20.0
 _LARGEST_SINGLE: Final = 2.0**16  # grid points of one release's distribution
 _LARGEST_COMPOSED: Final = 2.0**20  # and of a composed one: 8 MiB
-_BLOCK: Final = 4096
 # Beyond these numbers squares underflow or overflow; values there are priced as these.
 _LEAST_RATE: Final = 1e-60
 _LARGEST_SIGMA: Final = 1e60
@@ -56,10 +46,11 @@ _LARGEST_SIGMA: Final = 1e60
 _LEAST_SIGMA: Final = 0.05
 _MOST_ON_A_GRID: Final = 10**7
 _GRIDS: Final = (1e-6, 1e9)  # no grid is tried for other σ
-
-
-_Distribution = Any
-"""dp-accounting's PrivacyLossDistribution, which has no types."""
+OUTSIDE: Final = 2.0**-20
+"""Of δ: what may lie outside the window, and what beyond the grid."""
+_LARGEST: Final = 2**21  # points of a grid
+_BLOCK: Final = 512.0  # e to the power of as much is a float
+_DIGITS: Final = 2.0**-46  # to which the normal distribution function is exact, and more
 
 
 def pld_epsilon(terms: Sequence[Term], delta: float) -> float:
@@ -85,28 +76,34 @@ def _at_full_rate(terms: Sequence[Term], delta: float) -> float:
 
 def _find(terms: Sequence[Term], delta: float) -> float:
     if is_resolved(terms, delta):
-        return _by_library(terms, delta)
+        return _by_grid(terms, delta)
     found = math.inf
     if all(s >= _LEAST_SIGMA for _, s, _ in terms):
         found = characteristic_function.contour_epsilon(terms, delta)
     # Each is an upper bound. A grid that is too coarse for many releases may be finer than the
     # integral's smoothing for few.
     if _on_a_grid(terms):
-        return min(found, _by_library(terms, delta))
+        return min(found, _by_grid(terms, delta))
     # ε grows with q.
     return found if found < math.inf else _at_full_rate(terms, delta)
 
 
-def _by_library(terms: Sequence[Term], delta: float) -> float:
-    usable = delta - fft_rounding(sum(t for *_, t in terms))
+def _by_grid(terms: Sequence[Term], delta: float) -> float:
+    counts = [t for *_, t in terms]
+    count, outside = sum(counts), OUTSIDE * delta
+    # What the transforms round, in all numbers of a window together, is taken off δ.
+    usable = delta - outside - 8 * fft_rounding(count)
     if usable <= 0:
         return math.inf
-    try:
-        with np.errstate(all="ignore"):
-            value = _compose(terms, grid_step(terms), usable)
-    except (OverflowError, ValueError, MemoryError):
-        return math.inf
-    return value if value >= 0 else math.inf
+    # Φ(-z) <= exp(-z²/2) / 2
+    reach = math.sqrt(max(1.0, -2 * math.log(2 * outside / count)))
+    step, spread = grid_step(terms), math.sqrt(_variance(terms))
+    with np.errstate(all="ignore"):
+        pairs = [_release(q, s, step, reach) for q, s, _ in terms]
+        return max(
+            compose([pair[i] for pair in pairs], counts, step, spread, outside, usable)
+            for i in (0, 1)
+        )
 
 
 def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> float:
@@ -146,7 +143,7 @@ def round_up_term(q: float, sigma: float, count: int) -> Term:
     return max(q, _LEAST_RATE), min(sigma, _LARGEST_SIGMA), count
 
 
-def is_resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS) -> bool:
+def is_resolved(terms: Sequence[Term], delta: float) -> bool:
     """Return whether a grid suffices: fine relative to a release's loss, with little rounding.
 
     Otherwise privacy.accounting.characteristic_function is used too. terms: as `round_up_term`.
@@ -154,42 +151,7 @@ def is_resolved(terms: Sequence[Term], delta: float, fineness: float = FINENESS)
     count = sum(t for *_, t in terms)
     if not _on_a_grid(terms) or fft_rounding(count) > 0.01 * delta:
         return False
-    variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
-    return grid_step(terms, fineness) <= math.sqrt(variance / count) / fineness
-
-
-def _compose(terms: Sequence[Term], interval: float, delta: float) -> float:
-    total: _Distribution | None = None
-    for q, sigma, count in terms:
-        one = _single(q, sigma, interval)
-        many = _repeat(one, count)
-        total = many if total is None else total.compose(many)
-    if total is None or float(total.get_delta_for_epsilon(0.0)) <= delta:
-        return 0.0
-    return float(total.get_epsilon_for_delta(delta))
-
-
-def _repeat(one: _Distribution, count: int) -> _Distribution:
-    """Compose in blocks: the library's bounds on a sum's tails are tight for few terms only."""
-    if count == 1:
-        return one
-    if count <= _BLOCK:
-        return one.self_compose(count)
-    blocks, rest = divmod(count, _BLOCK)
-    many = _repeat(one.self_compose(_BLOCK), blocks)
-    return many.compose(_repeat(one, rest)) if rest else many
-
-
-@lru_cache(maxsize=32)
-def _single(q: float, sigma: float, interval: float) -> _Distribution:
-    # Importing it takes longer than the rest of an answer, and RDP does not need it.
-    from dp_accounting.pld import (  # pyright: ignore[reportMissingTypeStubs]
-        privacy_loss_distribution as library,
-    )
-
-    return cast(Any, library).from_gaussian_mechanism(
-        sigma, value_discretization_interval=interval, sampling_prob=q
-    )
+    return grid_step(terms) <= math.sqrt(_variance(terms) / count) / FINENESS
 
 
 def fft_rounding(count: int) -> float:
@@ -201,12 +163,16 @@ def fft_rounding(count: int) -> float:
     return (count + 64) * 2.0**-52
 
 
-def grid_step(terms: Sequence[Term], fineness: float = FINENESS) -> float:
+def grid_step(terms: Sequence[Term]) -> float:
     """Return the grid's step: fine relative to one release's loss, coarser if memory requires."""
-    count = sum(t for _, _, t in terms)
-    variance = sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
+    count, variance = sum(t for _, _, t in terms), _variance(terms)
     reach = max(_loss_range(q, s) for q, s, _ in terms)
-    return step_within(math.sqrt(variance / count) / fineness, count, reach, math.sqrt(variance))
+    return step_within(math.sqrt(variance / count) / FINENESS, count, reach, math.sqrt(variance))
+
+
+def _variance(terms: Sequence[Term]) -> float:
+    """Return about the variance of all losses together."""
+    return sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
 
 
 def step_within(wanted: float, count: int, reach: float, spread: float) -> float:
@@ -215,8 +181,8 @@ def step_within(wanted: float, count: int, reach: float, spread: float) -> float
     reach: the width of one release's losses. spread: the deviation of those of all `count`.
     """
     step = max(
-        # The library takes differences of δ: each grid point gains about 2^-52 / step of mass, and
-        # all points of all releases together are to gain less than 1.
+        # Of each grid point about 2^-50 / step of mass is rounded up to the next; of all points of
+        # all releases together that is to be less than 1.
         math.sqrt(count * reach * 2.0**-50),
         wanted,
         reach / _LARGEST_SINGLE,
@@ -240,66 +206,6 @@ def _loss_range(q: float, sigma: float) -> float:
     high = float(np.logaddexp(rest, math.log(q) + 10 / sigma + 0.5 / sigma**2))
     low = float(np.logaddexp(rest, math.log(q) - 10 / sigma - 1.5 / sigma**2))
     return max(high - low, 10 * loss_spread(q, sigma))
-
-
-FloatArray = NDArray[np.float64]
-
-# By default: the grid adds below 1/64 of its variance.
-_FINENESS: Final = 4.0
-OUTSIDE: Final = 2.0**-20
-"""Of δ: what may lie outside the window, and what beyond the grid."""
-_SPARSE: Final = 16  # histories for one answer of pld's
-_ASKED: Final = 6  # answers at most
-_LARGEST: Final = 2**21  # points of a grid
-_RUNNING_BLOCK: Final = 512.0  # e to the power of as much is a float
-_DIGITS: Final = 2.0**-46  # to which the normal distribution function is exact, and more
-
-
-def epsilons(
-    path: Sequence[Sequence[Term]], delta: float, fineness: float = _FINENESS
-) -> list[float]:
-    """Return an upper bound on ε at δ for every history of the path; inf where none is found.
-
-    path: histories of the same events (q, σ, count >= 1) in the same order; no count ever falls.
-    fineness: grid points to the spread of one release's loss.
-    """
-    if not path:
-        return []
-    most = [round_up_term(*term) for term in path[-1]]
-    if all(q == 1 for q, *_ in most):
-        return [pld_epsilon(terms, delta) for terms in path]
-    if is_resolved(most, delta, fineness):
-        return _by_grid(path, most, delta, fineness)
-    # What bounds a longer history bounds the shorter ones: few are asked for, from the longest on.
-    found, last = list[float](), math.inf
-    for i, terms in enumerate(reversed(path)):
-        if i % _SPARSE == 0 and i < _SPARSE * _ASKED and last > 0:
-            last = pld_epsilon(terms, delta)
-        found.append(last)
-    return found[::-1]
-
-
-def _by_grid(
-    path: Sequence[Sequence[Term]], most: Sequence[Term], delta: float, fineness: float
-) -> list[float]:
-    count = sum(t for *_, t in most)
-    outside = OUTSIDE * delta
-    # The transforms' errors grow with the count as in pld, in all numbers of a window together.
-    usable = delta - outside - 8 * fft_rounding(count)
-    if usable <= 0:
-        return [math.inf] * len(path)
-    step = grid_step(most, fineness)
-    # Φ(-z) <= exp(-z²/2) / 2
-    reach = math.sqrt(max(1.0, -2 * math.log(2 * outside / count)))
-    with np.errstate(all="ignore"):
-        pairs = [_release(q, s, step, reach) for q, s, _ in most]
-        spread = math.sqrt(sum(t * loss_spread(q, s) ** 2 for q, s, t in most))
-        counts = [t for *_, t in most]
-        ways = [
-            ComposedLosses([pair[i] for pair in pairs], counts, step, spread, outside)
-            for i in (0, 1)
-        ]
-        return [max(way.epsilon([t for *_, t in terms], usable) for way in ways) for terms in path]
 
 
 @dataclass(frozen=True)
@@ -398,64 +304,57 @@ def connect_dots(p: Outcomes, r: Outcomes, grid: FloatArray, first: int) -> Loss
     return LossMasses(first, mass, p.above)
 
 
-class ComposedLosses:
-    """Compositions of several releases, for one order of their pairs, in one window of the grid.
+def compose(
+    releases: Sequence[LossMasses],
+    counts: Sequence[int],
+    step: float,
+    spread: float,
+    outside: float,
+    delta: float,
+) -> float:
+    """Return ε at δ after so many of each release, for one order of their pairs; inf if too wide.
 
-    releases: of each kind the losses of one, on a grid of this step. most: the largest number of
-    each kind. spread: about the deviation of the losses of all of them together. outside: the mass
-    that the window may leave out, of what is to be taken off δ.
+    releases: of each kind the losses of one, on a grid of this step. spread: about the deviation of
+    the losses of all of them together. outside: the mass that the window may leave out, which has
+    been taken off δ.
     """
-
-    def __init__(
-        self,
-        releases: Sequence[LossMasses],
-        most: Sequence[int],
-        step: float,
-        spread: float,
-        outside: float,
-    ) -> None:
-        self._releases = releases
-        low, high = _window(releases, most, step, spread, outside)
-        size = max(high - low + 1, *(len(r.mass) for r in releases))
-        # "not (good)": a window without an end is NaN or inf.
-        self._found = size <= _LARGEST and all(r.infinite < 1 for r in releases)
-        if not self._found:
-            return
-        self._size = gaussian.fast_length(math.ceil(size))
-        # LossMasses below 0 cost nothing at any ε >= 0.
-        self._losses = np.arange(math.floor(low) + self._size, dtype=np.float64) * step
-        self._waves = [np.fft.rfft(r.mass, self._size) for r in releases]
-        longest = 1 + step * max(abs(r.low) + len(r.mass) for r in releases)
-        # Each loss was placed on the grid to about 2^-52 of itself.
-        self._misplaced = 2.0**-48 * longest
-
-    def epsilon(self, counts: Sequence[int], delta: float) -> float:
-        """Return ε at δ after so many of each release."""
-        if not self._found:
-            return math.inf
-        wave = np.ones(1)
-        for one, count in zip(self._waves, counts, strict=True):
-            wave = wave * _power(one, count)
-        each = zip(counts, self._releases, strict=True)
-        lows, infinite = zip(*((t * r.low, t * r.infinite) for t, r in each), strict=True)
-        # The transform holds a loss k at k - Σ t low, modulo its size.
-        mass = np.roll(np.fft.irfft(wave, self._size), sum(lows))[: len(self._losses)]
-        found = _solve(np.maximum(mass, 0.0), self._losses, delta - sum(infinite))
-        return found + sum(counts) * self._misplaced
+    low, high = _window(releases, counts, step, spread, outside)
+    width = max(high - low + 1, *(len(r.mass) for r in releases))
+    # "not (good)": a window without an end is NaN or inf.
+    if not (width <= _LARGEST and all(r.infinite < 1 for r in releases)):
+        return math.inf
+    size = gaussian.fast_length(math.ceil(width))
+    wave = np.ones(1, dtype=np.complex128)
+    for release, count in zip(releases, counts, strict=True):
+        wave = wave * _power(np.fft.rfft(release.mass, size), count)
+    each = zip(counts, releases, strict=True)
+    lows, infinite = zip(*((t * r.low, t * r.infinite) for t, r in each), strict=True)
+    # Losses below 0 cost nothing at any ε >= 0.
+    losses = np.arange(math.floor(low) + size, dtype=np.float64) * step
+    # The transform holds a loss k at k - Σ t low, modulo its size.
+    mass = np.roll(np.fft.irfft(wave, size), sum(lows))[: len(losses)]
+    found = _solve(np.maximum(mass, 0.0), losses, delta - sum(infinite))
+    # Each loss was placed on the grid to about 2^-52 of itself.
+    longest = 1 + step * max(abs(r.low) + len(r.mass) for r in releases)
+    return found + sum(counts) * 2.0**-48 * longest
 
 
 def _window(
-    releases: Sequence[LossMasses], most: Sequence[int], step: float, spread: float, outside: float
+    releases: Sequence[LossMasses],
+    counts: Sequence[int],
+    step: float,
+    spread: float,
+    outside: float,
 ) -> tuple[float, float]:
-    """Return the range of the largest history's losses on the grid, except a mass of `outside`.
+    """Return the range of all losses together on the grid, except a mass of `outside`.
 
-    P[L > b] <= E e^(λL) e^(-λb). The smaller histories are covered too, as E e^(λL) >= 1 for λ > 0.
+    P[L > b] <= E e^(λL) e^(-λb).
     """
     room = -math.log(outside)
     orders = math.sqrt(2 * room) / spread * 2.0 ** np.arange(-10, 4)
     orders = np.concatenate([orders, -orders])
     growth = np.zeros(len(orders))
-    for release, count in zip(releases, most, strict=True):
+    for release, count in zip(releases, counts, strict=True):
         losses = (release.low + np.arange(len(release.mass))) * step
         growth += count * np.log(np.exp(np.outer(orders, losses)) @ release.mass)
     ends = (np.maximum(growth, 0.0) + room) / orders / step
@@ -494,8 +393,8 @@ def _solve(mass: FloatArray, losses: FloatArray, delta: float) -> float:
 def _shrunk(mass: FloatArray, losses: FloatArray) -> FloatArray:
     """Return Σ_{j >= i} mass_j e^(loss_i - loss_j) at every i, by blocks that floats can hold."""
     found, above = np.empty_like(mass), 0.0
-    blocks = int((losses[-1] - losses[0]) // _RUNNING_BLOCK) + 1
-    begins = {bisect.bisect_left(losses, losses[0] + _RUNNING_BLOCK * i) for i in range(blocks)}
+    blocks = int((losses[-1] - losses[0]) // _BLOCK) + 1
+    begins = {bisect.bisect_left(losses, losses[0] + _BLOCK * i) for i in range(blocks)}
     for end, first in itertools.pairwise(sorted({*begins, len(losses)}, reverse=True)):
         here = losses[first:end] - losses[end - 1]
         summed = np.cumsum((mass[first:end] * np.exp(-here))[::-1])[::-1]
