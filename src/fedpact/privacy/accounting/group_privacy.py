@@ -22,7 +22,6 @@ to ε if the grid is fine. Otherwise the pair 1 - (1-q)^k, σ/k of all records a
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from decimal import Decimal, localcontext
 from functools import lru_cache
 from typing import Final
@@ -39,8 +38,8 @@ from fedpact.privacy.accounting.pld import (
     FINENESS,
     OUTSIDE,
     LossMasses,
-    Outcomes,
     Term,
+    cell_masses,
     compose,
     connect_dots,
     ends,
@@ -127,7 +126,7 @@ def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, 
     usable = (delta - outside - 8 * fft_rounding(count)) * (1 - count * _PLACED)
     if not usable > 0:
         return math.inf, False
-    mixtures = [_Mixture.of(q, s, records, outside / count) for q, s, _ in terms]
+    mixtures = [_Mixture(q, s, records, outside / count) for q, s, _ in terms]
     spread = math.sqrt(sum(t * m.spread**2 for t, m in zip(counts, mixtures, strict=True)))
     wanted = spread / math.sqrt(count) / FINENESS
     reach = max(m.range[1] - m.range[0] for m in mixtures)
@@ -143,46 +142,37 @@ def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, 
     return (found if found >= 0 else math.inf), step <= wanted
 
 
-@dataclass(frozen=True)
 class _Mixture:
-    """Σ B(i) N(i, σ²) beside N(0, σ²). weights: B(i), [k+1]. ends: the outcomes that are looked at.
+    """Σ B(i) N(i, σ²) beside N(0, σ²). share: the mass that may lie beyond either end.
 
-    spread: about the deviation of the loss log(P/Q), the smaller one of both orders.
-    range: the losses at the ends.
+    spread: about the deviation of the loss log(P/Q), the smaller one of both orders. range: the
+    losses at the ends of the outcomes that are looked at.
     """
 
-    weights: tuple[float, ...]
-    sigma: float
-    ends: tuple[float, float]
-    spread: float
-    range: tuple[float, float]
-
-    @staticmethod
-    def of(q: float, sigma: float, records: int, share: float) -> "_Mixture":
-        """share: the mass that may lie beyond either end."""
-        weights = _binomial(q, records)
+    def __init__(self, q: float, sigma: float, records: int, share: float) -> None:
+        self._weights, self._sigma = _binomial(q, records), sigma
         # Φ(-z) <= exp(-z²/2) / 2: beyond this many deviations lies less than `share`.
         reach = math.sqrt(max(1.0, -2 * math.log(share)))
         x: FloatArray = np.linspace(-reach * sigma, records + reach * sigma, _NODES)
         beyond = sum(
             b * np.exp(-0.5 * (np.maximum(0.0, x - i) / sigma) ** 2) / 2
-            for i, b in enumerate(weights)
+            for i, b in enumerate(self._weights)
             if b
         )
         # The mixture's own upper tail is far shorter than that of its last part where q is small.
         last = max(1, int(np.argmax(beyond <= share)))
-        whole = _Mixture(weights, sigma, (float(x[0]), float(x[last])), math.nan, (0.0, 0.0))
-        x = np.linspace(*whole.ends, _NODES)
-        rest = math.log(weights[0]) if weights[0] else -math.inf
-        loss = np.logaddexp(rest, whole._excess(x)[0])
-        under_q = np.exp(-0.5 * (x / sigma) ** 2)
+        nodes: FloatArray = np.linspace(x[0], x[last], _NODES)
+        self._nodes = nodes
+        none = self._weights[0]
+        loss = np.logaddexp(math.log(none) if none else -np.inf, self._excess(self._nodes)[0])
+        under_q = np.exp(-0.5 * (self._nodes / sigma) ** 2)
         deviations = list[float]()
         for density in (under_q, under_q * np.exp(loss)):
             density = density / density.sum()
             mean = float(density @ loss)
             deviations.append(math.sqrt(float(density @ (loss - mean) ** 2)))
         # The loss rises in x, so its ends are those of the outcomes.
-        return replace(whole, spread=min(deviations), range=(float(loss[0]), float(loss[-1])))
+        self.spread, self.range = min(deviations), (float(loss[0]), float(loss[-1]))
 
     def _excess(self, x: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return h = log Σ_{i>=1} B(i) e^((2ix - i²)/(2σ²)) and its slope, at outcomes x.
@@ -191,15 +181,15 @@ class _Mixture:
         """
         total: FloatArray = np.full(x.shape, -np.inf)
         slope: FloatArray = np.zeros(x.shape)
-        for i, b in enumerate(self.weights):
+        for i, b in enumerate(self._weights):
             if not i or not b:
                 continue
-            part = math.log(b) + i * (2 * x - i) / (2 * self.sigma**2)
+            part = math.log(b) + i * (2 * x - i) / (2 * self._sigma**2)
             # Parts that are far apart would overflow as numbers; their logarithms add.
             summed = np.logaddexp(total, part)
             slope = slope * np.exp(total - summed) + i * np.exp(part - summed)
             total = summed
-        return total, slope / self.sigma**2
+        return total, slope / self._sigma**2
 
     def pair(self, step: float) -> tuple[LossMasses, LossMasses, float]:
         """Return the losses of one release, where the records are removed and where they are added.
@@ -209,13 +199,13 @@ class _Mixture:
         first, last = ends(*self.range, step)
         grid = np.arange(first, last + 1, dtype=np.float64) * step
         at, off = self._outcomes(grid)
-        without = Outcomes.of(at / self.sigma)
-        with_it = without.scale(self.weights[0])
-        for i, b in enumerate(self.weights):
-            if i and b:
-                with_it = with_it.plus(Outcomes.of((at - i) / self.sigma).scale(b))
+        without = cell_masses(at / self._sigma)
+        with_it = self._weights[0] * without
+        for i, b in enumerate(self._weights[1:], 1):
+            if b:
+                with_it += b * cell_masses((at - i) / self._sigma)
         removed = connect_dots(with_it, without, grid, first)
-        added = connect_dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
+        added = connect_dots(without[:, ::-1], with_it[:, ::-1], -grid[::-1], -last)
         return removed, added, off
 
     def _outcomes(self, grid: FloatArray) -> tuple[FloatArray, float]:
@@ -223,7 +213,7 @@ class _Mixture:
 
         By Newton's method on the convex h, which begins above its root from the second step on.
         """
-        none = self.weights[0]
+        none = self._weights[0]
         excess = np.maximum(
             np.where(grid < -1, np.exp(grid) - none, np.expm1(grid) + (1 - none)), 0
         )
@@ -231,13 +221,12 @@ class _Mixture:
         # No outcome has a loss of log B(0) or less: such a point has all mass above it.
         x = np.full(grid.shape, -np.inf)
         open_ = np.isfinite(aim)
-        nodes: FloatArray = np.linspace(*self.ends, _NODES)
-        guess = np.interp(aim[open_], self._excess(nodes)[0], nodes)
+        guess = np.interp(aim[open_], self._excess(self._nodes)[0], self._nodes)
         for _ in range(_STEPS):
             h, slope = self._excess(guess)
             moved = (h - aim[open_]) / slope
             guess = guess - moved
-            if not float(np.max(np.abs(moved), initial=0.0)) > 1e-13 * (1 + abs(self.ends[1])):
+            if not float(np.max(np.abs(moved), initial=0.0)) > 1e-13 * (1 + abs(self._nodes[-1])):
                 break
         x[open_] = guess
         h, _ = self._excess(guess)

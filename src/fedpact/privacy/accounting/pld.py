@@ -232,10 +232,10 @@ def _release(q: float, sigma: float, step: float, reach: float) -> tuple[LossMas
     # The outcomes with these losses; none has a loss below log(1 - q).
     excess = np.where(grid < -1, np.exp(grid) - (1 - q), np.expm1(grid) + q)
     at = sigma * (np.log(np.maximum(excess, 0.0)) - math.log(q)) + 0.5 / sigma
-    without = Outcomes.of(at)
-    with_it = without.scale(1 - q).plus(Outcomes.of(at - 1 / sigma).scale(q))
+    without = cell_masses(at)
+    with_it = (1 - q) * without + q * cell_masses(at - 1 / sigma)
     removed = connect_dots(with_it, without, grid, first)
-    return removed, connect_dots(without.mirrored, with_it.mirrored, -grid[::-1], -last)
+    return removed, connect_dots(without[:, ::-1], with_it[:, ::-1], -grid[::-1], -last)
 
 
 def ends(low: float, high: float, step: float) -> tuple[int, int]:
@@ -247,61 +247,32 @@ def ends(low: float, high: float, step: float) -> tuple[int, int]:
     return first, max(math.ceil(high / step), first + 1)
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """Mass of one distribution between the points of a grid, below them and above them.
-
-    tail: the mass beyond each interval, on the side from which its own was taken.
+def cell_masses(at: FloatArray) -> FloatArray:
+    """Return N(0, 1)'s mass in each cell between neighbours of `at`, below its first and above its
+    last, and the mass beyond the cell on the side from which its own was taken: [2, len(at) + 1].
     """
-
-    below: float
-    between: FloatArray
-    above: float
-    tail: FloatArray
-
-    @staticmethod
-    def of(at: FloatArray) -> "Outcomes":
-        """Return those of N(0, 1) between neighbours of `at`, by the nearer tail."""
-        left = at[1:] <= 0
-        wide = gaussian.special().ndtr(np.where(left, at[1:], -at[:-1]))
-        narrow = gaussian.special().ndtr(np.where(left, at[:-1], -at[1:]))
-        below, above = gaussian.special().ndtr(np.array([at[0], -at[-1]])).tolist()
-        return Outcomes(below, wide - narrow, above, wide)
-
-    def scale(self, share: float) -> "Outcomes":
-        """Return this share of the mass."""
-        below, between = share * self.below, share * self.between
-        return Outcomes(below, between, share * self.above, share * self.tail)
-
-    def plus(self, other: "Outcomes") -> "Outcomes":
-        """Return the masses of both together."""
-        return Outcomes(
-            self.below + other.below,
-            self.between + other.between,
-            self.above + other.above,
-            self.tail + other.tail,
-        )
-
-    @property
-    def mirrored(self) -> "Outcomes":
-        """The same in the opposite order."""
-        return Outcomes(self.above, self.between[::-1], self.below, self.tail[::-1])
+    edges = np.concatenate([[-np.inf], at, [np.inf]])
+    left = edges[1:] <= 0
+    wide = gaussian.special().ndtr(np.where(left, edges[1:], -edges[:-1]))
+    narrow = gaussian.special().ndtr(np.where(left, edges[:-1], -edges[1:]))
+    return np.stack([wide - narrow, wide])
 
 
-def connect_dots(p: Outcomes, r: Outcomes, grid: FloatArray, first: int) -> LossMasses:
+def connect_dots(p: FloatArray, r: FloatArray, grid: FloatArray, first: int) -> LossMasses:
     """Return the losses log(P/Q) with all mass moved onto the grid.
 
-    p, r: under P and Q, in the order of losses. What lies below the grid goes to its first point.
+    p, r: `cell_masses` under P and Q, in the order of losses. What lies below the grid goes to its
+    first point.
     """
-    step = grid[1] - grid[0]
-    grown = np.exp(grid[:-1])
-    lost = _DIGITS * (p.tail + r.tail * grown)
-    upper = np.clip((p.between - r.between * grown + lost) / -np.expm1(-step), 0.0, p.between)
+    (under_p, tail_p), (under_q, tail_q) = p[:, 1:-1], r[:, 1:-1]
+    step, grown = grid[1] - grid[0], np.exp(grid[:-1])
+    lost = _DIGITS * (tail_p + tail_q * grown)
+    upper = np.clip((under_p - under_q * grown + lost) / -np.expm1(-step), 0.0, under_p)
     mass = np.zeros(len(grid))
     mass[1:] = upper
-    mass[:-1] += p.between - upper
-    mass[0] += p.below
-    return LossMasses(first, mass, p.above)
+    mass[:-1] += under_p - upper
+    mass[0] += p[0, 0]
+    return LossMasses(first, mass, float(p[0, -1]))
 
 
 def compose(
