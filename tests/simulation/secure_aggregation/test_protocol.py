@@ -111,7 +111,9 @@ def test_sites_refuse_lists_below_the_threshold(party):
     mine = party(4, 3)
     session = mine.up_to(mine.session(), "keys")
     few = dict(list(session.adverts.items())[:2])
-    question = messages.step(session.place, "site-00", "shares", messages.from_adverts(few))
+    question = messages.step(
+        session.place, "site-00", "shares", {site: advert.pack() for site, advert in few.items()}
+    )
     assert mine.answer("site-00", question) == Refusal("run", 1, "site-00", "few")
 
     mine = party(4, 3)
@@ -360,7 +362,7 @@ def test_exchanged_keys_are_detected(party, name):
 
 def take_keys(session, advert):
     """Give the server keys of site-01."""
-    step = messages.step(session.place, "", "keys", messages.from_advert(advert))
+    step = messages.step(session.place, "", "keys", {"keys": advert.pack()})
     session.take_keys("site-01", step)
 
 
@@ -386,7 +388,7 @@ def test_a_site_commits_to_a_hash(party, length):
     session = mine.up_to(mine.session(), "keys")
     advert = dataclasses.replace(session.adverts["site-01"], commitment=bytes(length))
     advert = advert.sign(mine.keys["site-01"], "site-01", session.place)
-    with pytest.raises(keys.SecretsDoNotFit, match="keys and hashes"):
+    with pytest.raises(keys.SecretsDoNotFit, match="not signed"):
         take_keys(session, advert)
 
 

@@ -43,7 +43,6 @@ from fedpact.privacy.accounting.pld import (
     compose,
     connect_dots,
     ends,
-    fft_rounding,
     round_up_term,
     step_within,
 )
@@ -121,16 +120,15 @@ def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, 
     """Return ε, and whether the grid was fine enough. terms: as of `round_up_term`."""
     counts = [t for *_, t in terms]
     count, outside = sum(counts), OUTSIDE * delta
-    # δ less what the window leaves out, what transforms round, and what `_PLACED` may be off by in
-    # the mass of one release, for each of them.
-    usable = (delta - outside - 8 * fft_rounding(count)) * (1 - count * _PLACED)
+    # δ less what the window leaves out, and what `_PLACED` may be off by in each release's mass.
+    usable = (delta - outside) * (1 - count * _PLACED)
     if not usable > 0:
         return math.inf, False
     mixtures = [_Mixture(q, s, records, outside / count) for q, s, _ in terms]
     spread = math.sqrt(sum(t * m.spread**2 for t, m in zip(counts, mixtures, strict=True)))
     wanted = spread / math.sqrt(count) / FINENESS
     reach = max(m.range[1] - m.range[0] for m in mixtures)
-    step = step_within(wanted, count, reach, spread)
+    step = step_within(wanted, reach, spread)
     pairs = [mixture.pair(step) for mixture in mixtures]
     found = max(
         compose([pair[i] for *pair, _ in pairs], counts, step, spread, outside, usable)
@@ -161,7 +159,7 @@ class _Mixture:
         )
         # The mixture's own upper tail is far shorter than that of its last part where q is small.
         last = max(1, int(np.argmax(beyond <= share)))
-        nodes: FloatArray = np.linspace(x[0], x[last], _NODES)
+        nodes: FloatArray = np.linspace(float(x[0]), float(x[last]), _NODES)
         self._nodes = nodes
         none = self._weights[0]
         loss = np.logaddexp(math.log(none) if none else -np.inf, self._excess(self._nodes)[0])

@@ -9,14 +9,15 @@ Grid     The outcomes with losses between neighbours a < b of a grid, of mass p 
          This spreads e^-L around its mean, and (1 - e^(ε-L))+ is convex in the e^-L of each
          release: δ(ε) can only grow. (It is to connect the dots: Doroshenko, Ghazi, Kamath, Kumar,
          Manurangsi, arXiv 2207.04380.)
-Compose  Losses add, so distributions convolve: here as powers of one Fourier transform.
+Compose  Losses add, so distributions convolve: here as powers of one Fourier transform. What the
+         transforms round is a part of all mass. Where that is much beside δ, masses are multiplied
+         by e^(cL) before, and divided by it afterwards, so that most mass lies near ε: then it is
+         that part of e^(-cε) E[e^(cL)] only, about δ. Either way it is taken off δ.
 Window   A loss above the transform's window would come back at its lower end, and be too cheap. How
-         likely that is has Chernoff's bound; it is taken off δ, with what transforms may round.
+         likely that is has Chernoff's bound; it is taken off δ, too. Whatever else comes back at
+         another place only adds to δ(ε).
 
-Where no grid that fits into memory is fine enough, as for millions of releases at a tiny rate, the
-loss is composed by its transform as well (privacy.accounting.characteristic_function), and the
-smaller ε counts; plain Gaussians are one Gaussian (privacy.accounting.gaussian). Each is an upper
-bound for its own reasons, which its module gives.
+Plain Gaussians are one Gaussian (privacy.accounting.gaussian).
 """
 
 import bisect
@@ -29,7 +30,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpact.privacy.accounting import characteristic_function, gaussian
+from fedpact.privacy.accounting import gaussian
 
 FloatArray = NDArray[np.float64]
 Term = tuple[float, float, int]  # q, σ, number of releases
@@ -37,18 +38,20 @@ Term = tuple[float, float, int]  # q, σ, number of releases
 # The grid is this much finer than the spread of one release's loss: the variance it adds is then
 # below 1/1600 of the loss's, and ε less than 0.1 % too large.
 FINENESS: Final = 20.0
-_LARGEST_SINGLE: Final = 2.0**16  # grid points of one release's distribution
-_LARGEST_COMPOSED: Final = 2.0**20  # and of a composed one: 8 MiB
+_LARGEST_COMPOSED: Final = 2.0**21  # grid points, as wanted: 16 MiB
 # Beyond these numbers squares underflow or overflow; values there are priced as these.
 _LEAST_RATE: Final = 1e-60
 _LARGEST_SIGMA: Final = 1e60
 # Below this σ a batch with the record has a loss beyond 40 + log q but for a chance of 1e-14.
 _LEAST_SIGMA: Final = 0.05
-_MOST_ON_A_GRID: Final = 10**7
-_GRIDS: Final = (1e-6, 1e9)  # no grid is tried for other σ
+_MOST: Final = 10**9
+_LEAST_DELTA: Final = 1e-290
+_SIGMAS: Final = (1e-6, 1e9)  # no grid is tried for others
+_ROUNDED: Final = 0.01  # of δ: where transforms may round more, masses are tilted too
 OUTSIDE: Final = 2.0**-20
 """Of δ: what may lie outside the window, and what beyond the grid."""
-_LARGEST: Final = 2**21  # points of a grid
+_LARGEST: Final = 2**22  # points of a grid
+_ORDERS: Final = 2.0 ** (np.arange(-20, 8) / 2)
 _BLOCK: Final = 512.0  # e to the power of as much is a float
 _DIGITS: Final = 2.0**-46  # to which the normal distribution function is exact, and more
 
@@ -66,7 +69,8 @@ def pld_epsilon(terms: Sequence[Term], delta: float) -> float:
         return 0.0
     terms = [round_up_term(*term) for term in terms]
     loud = [term for term in terms if term[1] >= _LEAST_SIGMA]
-    found = _find(terms, delta)
+    # ε grows with q.
+    found = min(_by_grid(terms, delta), _at_full_rate(terms, delta))
     return found if len(loud) == len(terms) else min(found, _with_faint(terms, loud, delta))
 
 
@@ -74,34 +78,22 @@ def _at_full_rate(terms: Sequence[Term], delta: float) -> float:
     return gaussian.gaussian_epsilon(math.hypot(*(math.sqrt(t) / s for _, s, t in terms)), delta)
 
 
-def _find(terms: Sequence[Term], delta: float) -> float:
-    if is_resolved(terms, delta):
-        return _by_grid(terms, delta)
-    found = math.inf
-    if all(s >= _LEAST_SIGMA for _, s, _ in terms):
-        found = characteristic_function.contour_epsilon(terms, delta)
-    # Each is an upper bound. A grid that is too coarse for many releases may be finer than the
-    # integral's smoothing for few.
-    if _on_a_grid(terms):
-        return min(found, _by_grid(terms, delta))
-    # ε grows with q.
-    return found if found < math.inf else _at_full_rate(terms, delta)
-
-
 def _by_grid(terms: Sequence[Term], delta: float) -> float:
     counts = [t for *_, t in terms]
     count, outside = sum(counts), OUTSIDE * delta
-    # What the transforms round, in all numbers of a window together, is taken off δ.
-    usable = delta - outside - 8 * fft_rounding(count)
-    if usable <= 0:
+    if (
+        count > _MOST
+        or delta < _LEAST_DELTA
+        or not all(_SIGMAS[0] <= s <= _SIGMAS[1] for _, s, _ in terms)
+    ):
         return math.inf
     # Φ(-z) <= exp(-z²/2) / 2
     reach = math.sqrt(max(1.0, -2 * math.log(2 * outside / count)))
-    step, spread = grid_step(terms), math.sqrt(_variance(terms))
     with np.errstate(all="ignore"):
+        step, spread = grid_step(terms), math.sqrt(_variance(terms))
         pairs = [_release(q, s, step, reach) for q, s, _ in terms]
         return max(
-            compose([pair[i] for pair in pairs], counts, step, spread, outside, usable)
+            compose([pair[i] for pair in pairs], counts, step, spread, outside, delta - outside)
             for i in (0, 1)
         )
 
@@ -123,11 +115,6 @@ def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> fl
     return (1 + 2.0**-45) * loss + pld_epsilon(loud, left)
 
 
-def _on_a_grid(terms: Sequence[Term]) -> bool:
-    few = sum(t for *_, t in terms) <= _MOST_ON_A_GRID
-    return few and all(_GRIDS[0] <= s <= _GRIDS[1] for _, s, _ in terms)
-
-
 def participation_probability(terms: Sequence[Term]) -> float:
     """Return the probability that a record is in any batch, rounded up: δ need not exceed it."""
     if any(q == 1 for q, *_ in terms):
@@ -143,17 +130,6 @@ def round_up_term(q: float, sigma: float, count: int) -> Term:
     return max(q, _LEAST_RATE), min(sigma, _LARGEST_SIGMA), count
 
 
-def is_resolved(terms: Sequence[Term], delta: float) -> bool:
-    """Return whether a grid suffices: fine relative to a release's loss, with little rounding.
-
-    Otherwise privacy.accounting.characteristic_function is used too. terms: as `round_up_term`.
-    """
-    count = sum(t for *_, t in terms)
-    if not _on_a_grid(terms) or fft_rounding(count) > 0.01 * delta:
-        return False
-    return grid_step(terms) <= math.sqrt(_variance(terms) / count) / FINENESS
-
-
 def fft_rounding(count: int) -> float:
     """Return what the rounding of the FFTs may add to or take from δ.
 
@@ -167,7 +143,7 @@ def grid_step(terms: Sequence[Term]) -> float:
     """Return the grid's step: fine relative to one release's loss, coarser if memory requires."""
     count, variance = sum(t for _, _, t in terms), _variance(terms)
     reach = max(_loss_range(q, s) for q, s, _ in terms)
-    return step_within(math.sqrt(variance / count) / FINENESS, count, reach, math.sqrt(variance))
+    return step_within(math.sqrt(variance / count) / FINENESS, reach, math.sqrt(variance))
 
 
 def _variance(terms: Sequence[Term]) -> float:
@@ -175,19 +151,12 @@ def _variance(terms: Sequence[Term]) -> float:
     return sum(t * loss_spread(q, s) ** 2 for q, s, t in terms)
 
 
-def step_within(wanted: float, count: int, reach: float, spread: float) -> float:
-    """Return the grid's step nearest to `wanted` that memory and rounding allow.
+def step_within(wanted: float, reach: float, spread: float) -> float:
+    """Return the grid's step nearest to `wanted` that memory allows.
 
-    reach: the width of one release's losses. spread: the deviation of those of all `count`.
+    reach: the width of one release's losses. spread: the deviation of those of all together.
     """
-    step = max(
-        # Of each grid point about 2^-50 / step of mass is rounded up to the next; of all points of
-        # all releases together that is to be less than 1.
-        math.sqrt(count * reach * 2.0**-50),
-        wanted,
-        reach / _LARGEST_SINGLE,
-        (reach + 24 * spread) / _LARGEST_COMPOSED,
-    )
+    step = max(wanted, (reach + 24 * spread) / _LARGEST_COMPOSED)
     # Steps from a geometric grid, so that histories that differ little share distributions.
     return 2.0 ** (math.floor(8 * math.log2(step)) / 8)
 
@@ -289,51 +258,79 @@ def compose(
     the losses of all of them together. outside: the mass that the window may leave out, which has
     been taken off δ.
     """
-    low, high = _window(releases, counts, step, spread, outside)
-    width = max(high - low + 1, *(len(r.mass) for r in releases))
+    # Above the rounding of what follows.
+    room = 0.01 - math.log(outside)
+    orders = math.sqrt(2 * room) / spread * _ORDERS
+    ups, downs = (_growth(releases, counts, step, way * orders) for way in (1, -1))
+    # P[L > b] <= E e^(λL) e^(-λb); an order that cannot be computed says nothing.
+    high, low = (
+        float(np.nanmin((np.maximum(growth, 0.0) + room) / orders / step, initial=np.inf))
+        for growth in (ups, downs)
+    )
+    width = max(high + low + 1, *(len(r.mass) for r in releases))
     # "not (good)": a window without an end is NaN or inf.
     if not (width <= _LARGEST and all(r.infinite < 1 for r in releases)):
         return math.inf
+    orders_tried = [0.0]
+    if 8 * fft_rounding(sum(counts)) > _ROUNDED * delta:
+        # E (1 - e^(ε-L))+ <= E e^(cL) e^(-cε) max_y (1 - e^-y) e^(-cy): ε is somewhat below this.
+        heights = ups - np.log1p(orders) - orders * np.log1p(1 / orders) - math.log(delta)
+        orders_tried.append(float(orders[np.nanargmin(ups - orders * np.nanmin(heights / orders))]))
     size = gaussian.fast_length(math.ceil(width))
-    wave = np.ones(1, dtype=np.complex128)
-    for release, count in zip(releases, counts, strict=True):
-        wave = wave * _power(np.fft.rfft(release.mass, size), count)
-    each = zip(counts, releases, strict=True)
-    lows, infinite = zip(*((t * r.low, t * r.infinite) for t, r in each), strict=True)
-    # Losses below 0 cost nothing at any ε >= 0.
-    losses = np.arange(math.floor(low) + size, dtype=np.float64) * step
-    # The transform holds a loss k at k - Σ t low, modulo its size.
-    mass = np.roll(np.fft.irfft(wave, size), sum(lows))[: len(losses)]
-    found = _solve(np.maximum(mass, 0.0), losses, delta - sum(infinite))
-    # Each loss was placed on the grid to about 2^-52 of itself.
-    longest = 1 + step * max(abs(r.low) + len(r.mass) for r in releases)
-    return found + sum(counts) * 2.0**-48 * longest
+    losses = np.arange(math.floor(-low) + size, dtype=np.float64) * step
+    # Each order is a bound.
+    return min(_tilted(releases, counts, step, size, losses, c, delta) for c in orders_tried)
 
 
-def _window(
+def _tilted(
     releases: Sequence[LossMasses],
     counts: Sequence[int],
     step: float,
-    spread: float,
-    outside: float,
-) -> tuple[float, float]:
-    """Return the range of all losses together on the grid, except a mass of `outside`.
+    size: int,
+    losses: FloatArray,
+    order: float,
+    delta: float,
+) -> float:
+    """Return ε at δ, composed with masses times e^(cL) of order c; see `compose`.
 
-    P[L > b] <= E e^(λL) e^(-λb).
+    size: of the transform. losses: at the points of its window from 0 up, as losses below 0 cost
+    nothing at any ε >= 0.
     """
-    room = -math.log(outside)
-    orders = math.sqrt(2 * room) / spread * 2.0 ** np.arange(-10, 4)
-    orders = np.concatenate([orders, -orders])
-    growth = np.zeros(len(orders))
+    wave, growth = np.ones(1, dtype=np.complex128), 0.0
+    for release, count in zip(releases, counts, strict=True):
+        mass = release.mass
+        if order:
+            mass = mass * np.exp(order * step * (release.low + np.arange(len(mass))))
+            growth += count * math.log(total := float(mass.sum()))
+            mass /= total
+        wave = wave * _power(np.fft.rfft(mass, size), count)
+    low = sum(t * r.low for t, r in zip(counts, releases, strict=True))
+    infinite = math.fsum(t * r.infinite for t, r in zip(counts, releases, strict=True))
+    # The transform holds a loss k at k - Σ t low, modulo its size.
+    mass = np.roll(np.fft.irfft(wave, size), low)[: len(losses)]
+    growth += 2.0**-40 * (1 + abs(growth)) if order else 0.0  # above the rounding of exponents
+    untilted = np.exp(growth - order * losses)
+    # Each loss was placed on the grid to about 2^-52 of itself, and tilted to 2^-52 (1 + cL).
+    longest = step * max(abs(r.low) + len(r.mass) for r in releases)
+    slack = 8 * fft_rounding(sum(counts)) * (1 + order * longest) * untilted
+    found = _solve(np.maximum(mass, 0.0) * untilted, losses, delta - infinite, slack)
+    return found + sum(counts) * 2.0**-48 * (1 + longest)
+
+
+def _growth(
+    releases: Sequence[LossMasses], counts: Sequence[int], step: float, orders: FloatArray
+) -> FloatArray:
+    """Return log E e^(λL) of all losses together for every order λ, which are some _ORDERS."""
+    total = np.zeros(len(orders))
     for release, count in zip(releases, counts, strict=True):
         losses = (release.low + np.arange(len(release.mass))) * step
-        growth += count * np.log(np.exp(np.outer(orders, losses)) @ release.mass)
-    ends = (np.maximum(growth, 0.0) + room) / orders / step
-    # An order that cannot be computed says nothing.
-    high, low = ends[(orders > 0) & np.isfinite(ends)], ends[(orders < 0) & np.isfinite(ends)]
-    if not (high.size and low.size):
-        return -math.inf, math.inf
-    return float(low.max()), float(high.min())
+        for i in (0, 1):
+            grown = np.exp(orders[i] * losses)
+            for k in range(i, len(orders), 2):
+                total[k] += count * np.log(grown @ release.mass)
+                # The next but one is twice this order.
+                np.square(grown, out=grown)
+    return total
 
 
 def _power(wave: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
@@ -347,18 +344,19 @@ def _power(wave: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
     return result
 
 
-def _solve(mass: FloatArray, losses: FloatArray, delta: float) -> float:
-    """Return the least ε >= 0 with Σ mass (1 - e^(ε - loss))+ <= δ; losses from 0 up."""
+def _solve(mass: FloatArray, losses: FloatArray, delta: float, slack: FloatArray) -> float:
+    """Return the least ε >= 0 with Σ mass (1 - e^(ε - loss))+ + slack <= δ; losses from 0 up."""
     above = np.cumsum(mass[::-1])[::-1]
     shrunk = _shrunk(mass, losses)
-    within = np.flatnonzero(above - shrunk <= delta)
+    within = np.flatnonzero(above - shrunk + slack <= delta)
     if not within.size:
         return math.inf
     # δ(ε) at this point is small enough, and at the one before it was not.
     i = int(within[0])
-    ratio = float((above[i] - delta) / shrunk[i]) if i > 0 and above[i] > delta else 0.0
+    left = delta - float(slack[max(i - 1, 0)])
+    ratio = float((above[i] - left) / shrunk[i]) if i > 0 and above[i] > left else 0.0
     found = float(losses[i]) + math.log(ratio) if ratio > 0 else -math.inf
-    return found if found >= 0 else float(losses[i])
+    return min(found, float(losses[i])) if found >= 0 else float(losses[i])
 
 
 def _shrunk(mass: FloatArray, losses: FloatArray) -> FloatArray:

@@ -245,32 +245,25 @@ class Masker:
     def _answers(self, session: _Session, question: Step, train: Train) -> Step | Refusal:
         if question.step == "keys":
             advert = session.secrets.advert().sign(self._key, self._name, session.place)
-            return self._step(question, messages.from_advert(advert))
-        if question.step == "shares":
-            return self._shares(session, question)
-        if question.step == "roster":
-            return self._roster(session, question)
+            return self._step(question, {"keys": advert.pack()})
+        if question.step in ("shares", "roster"):
+            return (self._shares if question.step == "shares" else self._roster)(session, question)
         slot = session.slot
         if slot is None:
             return self._refusal(session.place, "session")
         if question.step == "masked":
             return self._train_and_mask(session, slot, question, train)
-        if question.step == "open":
-            return self._open(session, slot, question)
-        if question.step == "consistency":
-            return self._consistency(session, slot, question)
-        return self._unmask(session, slot, question)
+        steps = {"open": self._open, "consistency": self._consistency, "unmask": self._unmask}
+        return steps[question.step](session, slot, question)
 
     def _shares(self, session: _Session, question: Step) -> Step | Refusal:
         """Check all keys; seal a share of each b for every site, and of each m for neighbours."""
-        adverts, secrets = messages.to_adverts(messages.blocks(question)), session.secrets
+        secrets, sent = session.secrets, messages.blocks(question)
+        adverts = {peer: Advert.unpack(block, secrets.slots) for peer, block in sent.items()}
         keys.check_adverts(adverts, self._peers, session.place)
         # With fewer than l neighbours, all could be corrupt.
         if not self._circle.holds(adverts):
             return self._refusal(session.place, "few")
-        for peer, advert in adverts.items():
-            if not advert.has(secrets.slots):
-                raise SecretsDoNotFit(f"{peer} has keys for another number of sums")
         # Own keys that differ, with a valid signature, are of another session.
         if replace(adverts.get(self._name, Advert(b"", b"", b"")), signature=b"") != (
             secrets.advert()

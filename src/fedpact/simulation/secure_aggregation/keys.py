@@ -12,6 +12,7 @@ derivation includes the session, its slot and the two sites, so a key serves one
 """
 
 import hashlib
+import itertools
 import json
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -220,10 +221,20 @@ class Advert:
         """Return the hash of b for a slot."""
         return _part(self.commitment, slot)
 
-    def has(self, slots: int) -> bool:
-        """Whether its parts have the right lengths for this number of slots."""
-        lengths = len(self.mask), len(self.seal), len(self.commitment)
-        return lengths == (_SECRET * slots, _SECRET, _SECRET * slots)
+    def pack(self) -> bytes:
+        """Return it as one block, in which only the signature's length is free."""
+        return self.seal + self.mask + self.commitment + self.signature
+
+    @staticmethod
+    def unpack(block: bytes, slots: int) -> "Advert":
+        """Return the keys of so many slots from `pack`'s block. Raises InputError: too short."""
+        ends = _SECRET, _SECRET * (1 + slots), _SECRET * (1 + 2 * slots)
+        if not len(block) > ends[-1]:
+            raise InputError(f"keys of {len(block)} bytes: expected more than {ends[-1]}")
+        seal, mask, commitment, signature = (
+            block[i:j] for i, j in itertools.pairwise((0, *ends, None))
+        )
+        return Advert(mask, seal, commitment, signature)
 
     def sign(self, key: ec.EllipticCurvePrivateKey, site: str, place: KeyContext) -> "Advert":
         """Return a copy with its site's signature."""
@@ -367,10 +378,6 @@ def check_adverts(
 
 def check_usable(advert: Advert, slots: int, site: str) -> None:
     """Raise SecretsDoNotFit if a site's keys are malformed, which would stop all other sites."""
-    if not advert.has(slots):
-        raise SecretsDoNotFit(
-            f"the keys and hashes of {site} are not {_SECRET} bytes for each of {slots} sums"
-        )
     # Tried with a throw-away key: a point of small order gives everybody the same secret.
     own = X25519PrivateKey.generate()
     for public in (advert.seal, *map(advert.mask_of, range(slots))):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedpact.common.errors import InputError
 from fedpact.common.messages import Reply, Step, Task, from_bytes
-from fedpact.simulation.secure_aggregation.keys import Advert, KeyContext
+from fedpact.simulation.secure_aggregation.keys import KeyContext
 
 T = TypeVar("T", Task, Reply)
 
@@ -23,8 +23,6 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "unmask": ("masked", "consistency"),
 }
 """Question -> the questions to be answered before it, in the session or in its slot."""
-
-_FIELDS = ("mask", "seal", "commitment", "signature")
 
 
 def step(place: KeyContext, site: str, name: str, blocks: Mapping[str, bytes]) -> Step:
@@ -72,36 +70,6 @@ def slot_of(session: str) -> tuple[str, int]:
 def under(prefix: str, given: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return blocks with a prefix added to their names."""
     return {prefix + name: value for name, value in given.items()}
-
-
-def from_advert(advert: Advert) -> dict[str, bytes]:
-    """Return the blocks of a site's keys."""
-    return {name: getattr(advert, name) for name in _FIELDS}
-
-
-def to_advert(given: Mapping[str, bytes]) -> Advert:
-    """Return the keys from `from_advert`'s blocks. Raises InputError: other blocks."""
-    if set(given) != set(_FIELDS):
-        raise InputError(f"keys are {sorted(given)}: expected {', '.join(_FIELDS)}")
-    return Advert(**given)
-
-
-def from_adverts(adverts: Mapping[str, Advert]) -> dict[str, bytes]:
-    """Return the blocks of many sites' keys."""
-    return {
-        f"{name}/{site}": value
-        for site, advert in adverts.items()
-        for name, value in from_advert(advert).items()
-    }
-
-
-def to_adverts(given: Mapping[str, bytes]) -> dict[str, Advert]:
-    """Return the keys by site from `from_adverts`' blocks. Raises InputError: other blocks."""
-    found = dict[str, dict[str, bytes]]()
-    for name, value in given.items():
-        field, _, site = name.partition("/")
-        found.setdefault(site, {})[field] = value
-    return {site: to_advert(parts) for site, parts in found.items()}
 
 
 def task_in(question: Step) -> Task:

@@ -69,7 +69,7 @@ class Session:
 
     def take_keys(self, site: str, answer: Step) -> None:
         """Store a site's keys, if it signed them."""
-        advert = messages.to_advert(messages.blocks(answer))
+        advert = Advert.unpack(messages.block(answer, "keys"), self.slots)
         keys.check_adverts({site: advert}, self.keys, self.place)
         # An error here excludes one site; found by the other sites, it would stop them all.
         keys.check_usable(advert, self.slots, site)
@@ -77,7 +77,7 @@ class Session:
 
     def ask_shares(self) -> dict[str, Step]:
         """Send U1, the sites with keys, each other's keys."""
-        blocks = messages.from_adverts(dict(sorted(self.adverts.items())))
+        blocks = {site: advert.pack() for site, advert in sorted(self.adverts.items())}
         one = messages.step(self.place, "", "shares", blocks)
         sites = around(self.circle, self.place.round, self.adverts, "sent keys")
         return {site: replace(one, site=site) for site in sites}

@@ -1,4 +1,4 @@
-"""Millions of releases at tiny rates, against plain integrals, limits, dp-accounting; extremes."""
+"""Millions of releases at tiny rates, against plain integrals and limits; extremes."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 from tests.recounted import gaussian_delta
 
-from fedpact.privacy.accounting import characteristic_function, gaussian, pld
+from fedpact.privacy.accounting import gaussian, pld
 from fedpact.privacy.accounting.accountant import (
     Budget,
     SampledGaussian,
@@ -24,9 +24,9 @@ from fedpact.privacy.accounting.calibration import smallest_sigma
 def quadrature(terms, c, spread):
     """Return δ as a function of ε, the larger of both directions.
 
-    By Gauss and Legendre in z and equal steps in u, without smoothing, bounds or tails: what
-    privacy.accounting.characteristic_function bounds from above. Beyond z = 9 lie 1e-11 of 1e8
-    releases. c: any order; spread: of the composed loss.
+    By the transform of the composed loss (Alghamdi et al., arXiv 2208.09595), with the rules of
+    Gauss and Legendre in z and equal steps in u. Beyond z = 9 lie 1e-11 of 1e8 releases. c: any
+    order; spread: of the composed loss.
     """
     x, w = np.polynomial.legendre.leggauss(24)
     cuts = np.linspace(-9, 9, 145)
@@ -62,12 +62,12 @@ def quadrature(terms, c, spread):
     ],
     ids=str,
 )
-def test_tiny_rates_are_at_most_two_percent_above_the_integral(terms, delta):
+def test_tiny_rates_are_one_percent_above_the_integral_at_most(terms, delta):
     spread = math.sqrt(sum(t * q * q * math.expm1(s**-2) for q, s, t in terms))
     exact = quadrature(terms, 3 / spread, spread)
     found = epsilon({SampledGaussian(q, s): t for q, s, t in terms}, delta)
     assert exact(found) <= delta
-    assert exact(found / 1.02) > delta
+    assert exact(found / 1.01) > delta
 
 
 def delta_of_few(terms, e):
@@ -105,34 +105,13 @@ def delta_of_few(terms, e):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 4])
-def test_few_releases_at_tiny_rates_cost_no_less_than_they_do(seed):
-    """Where no grid resolves them, and the integral's smoothing may be the coarser."""
+def test_few_releases_at_tiny_rates_cost_what_they_do(seed):
     rng, delta = np.random.default_rng(seed), 10.0 ** -(5 + seed % 3)
     terms = [(float(10 ** rng.uniform(-4.5, -3)), float(rng.uniform(0.6, 3))) for _ in range(2)]
     terms = [*terms] if seed % 2 else terms[:1]
     found = pld.pld_epsilon([(q, s, 1) for q, s in terms], delta)
     assert delta_of_few(terms, found) <= delta * (1 + 1e-9)
     assert found <= 1e-12 or delta_of_few(terms, found * 0.98) > delta
-
-
-def test_the_finer_of_grid_and_integral_is_taken():
-    """The integral's bound is twice as large here."""
-    terms, delta = [(1e-4, 0.8, 1)], 1e-5
-    assert not pld.is_resolved(terms, delta)
-    found = pld.pld_epsilon(terms, delta)
-    assert delta_of_few([(1e-4, 0.8)], found) <= delta < delta_of_few([(1e-4, 0.8)], found * 0.99)
-
-
-@pytest.mark.parametrize("c", [2.0, 6.0])
-def test_an_integral_that_is_all_rounding_is_a_bound_still(c):
-    """One Gaussian, far out: δ is below the last digits of the sum, which is too low or negative.
-
-    Beside a small ε there are digits enough, and the smoothing adds less than a hundredth.
-    """
-    mu, integral = 0.7, characteristic_function._Integral([], 0.7**2, 7e-5, c, 60.0)
-    for e in np.linspace(0.5, 9.0, 171):
-        assert integral.delta(e) >= gaussian_delta(mu, e)
-        assert e > 5 or integral.delta(e) <= 1.01 * gaussian_delta(mu, e)
 
 
 @pytest.mark.parametrize(("q", "count"), [(1e-7, 10**8), (1e-6, 10**7), (1e-5, 10**8)])
@@ -142,21 +121,6 @@ def test_tiny_rates_approach_their_central_limit(q, count):
     limit = brentq(lambda e: gaussian_delta(mu, e) - 1e-5, 0, 10 * mu + mu**2)
     found = epsilon({SampledGaussian(q, 1.0): count}, 1e-5)
     assert limit * 0.998 <= found <= limit * 1.01
-
-
-CASES = [
-    ([(0.015, 1.1, 716)], 1e-5),
-    ([(0.1, 2.25, 100)], 1e-9),
-    ([(0.02, 1.0, 300), (0.3, 6.0, 40), (1.0, 10.0, 1)], 1e-5),
-]
-
-
-@pytest.mark.parametrize(("terms", "delta"), CASES, ids=str)
-def test_grid_and_integral_agree_where_both_apply(terms, delta):
-    # The grid adds 0.1 % at most, the smoothing 0.4.
-    assert pld.is_resolved(terms, delta)
-    found = characteristic_function.contour_epsilon(terms, delta)
-    assert found == pytest.approx(pld.pld_epsilon(terms, delta), rel=6e-3)
 
 
 def test_full_batches_are_one_gaussian_at_any_budget():
