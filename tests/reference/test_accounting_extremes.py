@@ -174,8 +174,5 @@ def test_the_limits_of_noise_are_right():
     assert cost(1.0, 1e200) == cost(0.5, 1e160) == 0
     assert cost(1.0, 1e-200) == cost(0.5, 1e-200) == math.inf
     assert cost(1e-6, 1e-200) == 0
-    # With δ = 0.3 above 1 - (1-q)³ = 0.271 the loss is at most -3 log(1-q), and 0 in truth.
+    # With δ = 0.3 above the chance 1 - (1-q)³ = 0.271 that the record is in any batch.
     assert cost(0.1, 1e-200, delta=0.3) == 0
-    both = {SampledGaussian(0.01, 1e-200): 3, SampledGaussian(1.0, 1.0): 1}
-    alone = gaussian.gaussian_epsilon(1.0, 0.1 - (1 - 0.99**3))
-    assert epsilon(both, 0.1, "pld") == pytest.approx(alone - 3 * math.log(0.99), rel=1e-9)

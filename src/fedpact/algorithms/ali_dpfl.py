@@ -13,7 +13,7 @@ Server    w ← Σ p_i w_i
           T(τ) = min(iterations left, τ · rounds left)
           τ ← argmax T(τ) (η - ρ h(τ)/(τκ)) over 1..min(2τ, τ_m), h from common.tau_control
 Releases  τ gradient sums: τ events. The numbers follow from them and cost nothing.
-Bounds    w_i as fedavg, with the round's τ; the numbers as [control]
+Bounds    w_i as fedavg, with the round's τ; the numbers as common.tau_control.Controller
 Neutral   most_local_steps = 1 gives fedavg with τ = 1, bit for bit; so does R_s >= R_c
 Differs   The bracket of h, and T as a function of τ: docs/notes/errata.md, A1 and A5.
           φ and λ are unknown, and only κ changes the minimum.
@@ -23,16 +23,14 @@ Differs   The bracket of h, and T as a function of τ: docs/notes/errata.md, A1 
           The last round is shortened, so that no site's budget is exceeded.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 
 from pydantic import Field
 from torch import Tensor
 
 from fedpact.algorithms import BaseSettings, MethodFacts, Neutral, Summed, fedavg
-from fedpact.algorithms.common.tau_control import Ali
-from fedpact.algorithms.wrappers.base import Method
-from fedpact.algorithms.wrappers.fairness_and_control import Controlled
+from fedpact.algorithms.common.steps import weighted_mean
+from fedpact.algorithms.common.tau_control import Ali, Controller
 from fedpact.common.messages import Local, Reply, State, Task
 from fedpact.privacy.oracle import Oracle, Range, Terms
 
@@ -47,16 +45,17 @@ class Settings(BaseSettings, Ali):
     learning_rate: float = Field(default=0.5, gt=0)
 
     @property
-    def method(self) -> Controlled:
-        """FedAvg with the controller."""
-        return Controlled(Method("fedavg", fedavg.Settings(learning_rate=self.learning_rate)), self)
+    def controller(self) -> Controller:
+        """The controller that chooses τ."""
+        return Controller(self, self.learning_rate)
 
 
 def facts(settings: Settings) -> MethodFacts:
-    return replace(
-        settings.method.facts,
-        needs_own_noise=MethodFacts().needs_own_noise,
-        sums_releases=False,
+    return MethodFacts(
+        task_numbers=settings.controller.task_numbers,
+        controlled=True,
+        iterations=settings.iterations,
+        unprotected=settings.estimator == "raw",
         summed=Summed(
             why_not="its controller needs the minimum of the sites' remaining steps and squares "
             "of each site's vector"
@@ -75,24 +74,29 @@ def facts(settings: Settings) -> MethodFacts:
 
 def steps(settings: Settings, state: State | None = None) -> int:
     """Return τ of the next round; 0 if the iterations are used up."""
-    return settings.method.steps(state)
+    return settings.controller.steps(state)
 
 
 def init(w: Tensor, settings: Settings) -> State:
-    return settings.method.init(w)
+    return settings.controller.init(State({"w": w}))
 
 
 def task(state: State, settings: Settings) -> State:
-    return settings.method.task(state)
+    return settings.controller.task(state, lambda rest: rest)
 
 
-def public_numbers(task: Task, terms: Terms, settings: Settings) -> Mapping[str, Range]:
-    return settings.method.public_numbers(task, terms)
+def public_numbers(task: Task, terms: Terms, settings: Settings) -> dict[str, Range]:
+    return settings.controller.public_numbers(task, terms)
 
 
 def local(task: Task, oracle: Oracle, memory: State, settings: Settings) -> Local:
-    return settings.method.local(task, oracle, memory)
+    solver = fedavg.Settings(learning_rate=settings.learning_rate)
+
+    def inner(task: Task, oracle: Oracle, memory: State) -> Local:
+        return fedavg.local(task, oracle, memory, solver)
+
+    return settings.controller.local(task, oracle, memory, inner)
 
 
 def update(state: State, replies: Iterable[Reply], settings: Settings) -> State:
-    return settings.method.update(state, replies)
+    return settings.controller.update(state, replies, lambda _, replies: weighted_mean(replies))

@@ -2,16 +2,15 @@
 
 Every mechanism adds Gaussian noise of deviation σ_c times its channel's bound (C for the gradient),
 which is what accountants bound and ledgers record. They differ in how far one record moves a
-release: the entry states it, and the docstring of its batch proves it. An incomplete entry is an
-error on import; docs/how-to/extend.md adds a mechanism.
+release: the entry states it, and the docstring of its batch proves it. docs/how-to/extend.md adds a
+mechanism.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from fedpact.common.errors import FedpactError, InputError, PlanError
+from fedpact.common.errors import InputError, PlanError
 from fedpact.per_sample.kernel import PerSampleKernel
 from fedpact.privacy.batches import (
     AutomaticBatch,
@@ -92,25 +91,3 @@ def sensitivity(mechanism: str, channel: str) -> float:
             f"expected one of {', '.join(known)}; use another mode"
         )
     return known[channel]
-
-
-def check_mechanisms(mechanisms: Mapping[str, Mechanism]) -> None:
-    """Raise FedpactError for an incomplete entry."""
-    for name, entry in mechanisms.items():
-        odd = [c for c, s in entry.sensitivities.items() if not (0 < s < math.inf)]
-        unanswered = [c for c in entry.sensitivities if not callable(getattr(entry.batch, c, None))]
-        if (
-            not (name.isidentifier() and name != "none" and entry.told.strip())
-            or "gradient" not in entry.sensitivities
-            or odd
-            or unanswered
-        ):
-            raise FedpactError(
-                f"mechanism {name!r} is incomplete: expected a name that is not 'none', what a "
-                "page tells of it, and for the channel 'gradient', and each other one that its "
-                f"batch answers, a sensitivity > 0; it has {dict(entry.sensitivities)}, and its "
-                f"batch has no method for {unanswered}"
-            )
-
-
-check_mechanisms(MECHANISMS)

@@ -96,24 +96,17 @@ def _price(asked: Terms) -> Budget:
 
 def _before_training(asked: Terms) -> History:
     """Return the releases before training. Raises PlanError: they cost the whole budget."""
-    size, budget = size_event(asked.size_noise), asked.budget
-    cost = epsilon(size, budget.delta, asked.accountant)
-    if not cost < budget.epsilon:
-        raise PlanError(
-            f"privacy.size_noise is {asked.size_noise:g}: the noisy size of site {asked.site!r} "
-            f"alone costs ε = {cost:.4g} at δ = {budget.delta:g} ({asked.adjacency}), of the ε = "
-            f"{budget.epsilon:g} that it grants; raise size_noise, or declare sizes with "
-            'privacy.sizes = "public"'
-        )
-    if asked.columns is None:
-        return size
-    before = Counter(size) + asked.columns.history
+    before, budget = Counter(size_event(asked.size_noise)), asked.budget
+    told = f"privacy.size_noise is {asked.size_noise}: the noisy size"
+    remedy = 'raise it, or declare sizes with privacy.sizes = "public"'
+    if asked.columns is not None:
+        before += asked.columns.history
+        told = "what scales the columns, with what else comes before training,"
+        remedy = "lower privacy.column_share or budget.spare_rounds, or declare mean and deviation"
     cost = epsilon(before, budget.delta, asked.accountant)
     if not cost < budget.epsilon:
         raise PlanError(
-            f"what scales the columns of site {asked.site!r} costs ε = {cost:.4g} at δ = "
-            f"{budget.delta:g} ({asked.adjacency}) with {asked.columns.times} releases and what "
-            f"else comes before training, of the ε = {budget.epsilon:g} that it grants; lower "
-            "privacy.column_share or budget.spare_rounds, or declare mean and deviation"
+            f"{told} of site {asked.site!r} alone costs ε = {cost:.4g} at δ = {budget.delta:g} "
+            f"({asked.adjacency}), of the ε = {budget.epsilon:g} that it grants; {remedy}"
         )
     return before

@@ -282,17 +282,31 @@ class Oracle(Protocol):
         ...
 
 
-class PlainOracle:
+class EmptyOracle:
+    """An oracle without records, noise or budget, that refuses what a subclass does not answer."""
+
+    batch_size = sampling_rate = 1.0
+    clip = math.inf
+    noise_variance = 0.0
+    steps_left = math.inf
+    shares: Mapping[str, Tensor] = MappingProxyType({})
+
+    def opening(self, *channels: str) -> Batch:
+        raise PolicyRefused(f"an opening with {channels} was asked of an oracle without records")
+
+    def columns(self) -> column_scales.Means:
+        raise PolicyRefused("column scales were asked of an oracle without records")
+
+    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
+        raise PolicyRefused(f"exact numbers at w {list(w.shape)} were asked of one without records")
+
+
+class PlainOracle(EmptyOracle):
     """Exact answers, for runs that are explicitly not private.
 
     Batches are Poisson batches and sums are divided by q N, as in a private run, so that the two
     can be compared. Losses are not clipped.
     """
-
-    clip = math.inf
-    noise_variance = 0.0
-    steps_left = math.inf
-    shares: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,

@@ -146,7 +146,7 @@ class Policy(BaseModel):
                 f"{', '.join(self.releases) or 'none'}"
             )
         least = min(releases.values())
-        _at_least("sigma", least, "smallest_sigma", self.smallest_sigma)
+        _at_most("sigma", least, "smallest_sigma", self.smallest_sigma, least=True)
         _at_most("epsilon", terms.budget.epsilon, "epsilon_per_run", self.epsilon_per_run)
         _at_most("delta", terms.budget.delta, "delta_per_run", self.delta_per_run)
         # A record is either trained on or held out, so only one of the two budgets applies to it.
@@ -217,17 +217,9 @@ def sum_reservations(ledger: Ledger, run: str, policy: Policy) -> tuple[tuple[fl
     return counted, ledger.total(without=run, trusted=0)[0]
 
 
-# Written as "not <=", so that NaN is refused.
-def _at_most(name: str, value: float, bound: str, limit: float) -> None:
-    if not value <= limit:
-        raise PolicyRefused(
-            f"{name} would be {value:.15g}: the site's policy has {bound} = {limit:.15g}, which "
-            "its owner alone may change"
-        )
-
-
-def _at_least(name: str, value: float, bound: str, limit: float) -> None:
-    if not value >= limit:
+def _at_most(name: str, value: float, bound: str, limit: float, *, least: bool = False) -> None:
+    """Raise PolicyRefused for a value above a limit; least: below it. NaN is refused."""
+    if not (value >= limit if least else value <= limit):
         raise PolicyRefused(
             f"{name} would be {value:.15g}: the site's policy has {bound} = {limit:.15g}, which "
             "its owner alone may change"

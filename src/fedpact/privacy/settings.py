@@ -42,24 +42,20 @@ class SiteGrant(BaseModel):
     """The site's q."""
 
 
-def _accountant(name: str) -> str:
-    if name not in ACCOUNTANTS:
-        raise ValueError(f"{name!r}: expected one of {', '.join(ACCOUNTANTS)}")
-    return name
+def _one_of(*names: str) -> AfterValidator:
+    def check_name(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"{name!r}: expected one of {', '.join(names)}")
+        return name
 
-
-def _mode(name: str) -> str:
-    if name != "none" and name not in MECHANISMS:
-        expected = ", ".join((*MECHANISMS, "none"))
-        raise ValueError(f"{name!r}: expected one of {expected}")
-    return name
+    return AfterValidator(check_name)
 
 
 class Privacy(BaseModel):
     """How records are protected: (ε, δ) per record, under adding or removing one record."""
 
     model_config = FROZEN
-    mode: Annotated[str, AfterValidator(_mode)] = "per_sample"
+    mode: Annotated[str, _one_of(*MECHANISMS, "none")] = "per_sample"
     """"per_sample" clips each record's gradient; "automatic" scales it up or down to a norm of
     almost C (AUTO-S); "batch_clipped" clips the mean gradient of a batch, which one record can
     change by 2C, so it needs twice the sigma; "none" trains without any protection, and the report
@@ -81,7 +77,7 @@ class Privacy(BaseModel):
     sigma: _Epsilon | list[_Epsilon] | None = None
     """The gradient's noise over C: one value, or a list in the order of site names. By default it
     is calibrated to spend ε exactly."""
-    accountant: Annotated[Accountant, AfterValidator(_accountant)] = "best"
+    accountant: Annotated[Accountant, _one_of(*ACCOUNTANTS)] = "best"
     """"pld", "rdp", or "best", the smaller of the two bounds."""
     sizes: Literal["public", "noisy"] = "public"
     """"public": N_i is declared. "noisy": each site releases one noisy count of its records before

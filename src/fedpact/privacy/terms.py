@@ -417,8 +417,8 @@ class Terms:
         planned, delta = self.history(self.steps), self.budget.delta
         cost = alone = epsilon_on_the_way(spent, planned, self.delta, self.accountant)
         if self.honest:
-            own = (shared_noise.all_alone(events, self.honest) for events in (spent, planned))
-            alone = epsilon_on_the_way(*own, delta, self.accountant)
+            done, whole = (shared_noise.all_alone(of, self.honest) for of in (spent, planned))
+            alone = epsilon_on_the_way(done, whole, delta, self.accountant)
         return Guarantee(cost, delta, alone, self.honest)
 
     def per_person(self, records: int) -> Guarantee:

@@ -12,22 +12,18 @@ more than three. All seeds are fixed.
 import itertools
 import math
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpact.algorithms import fedavg
 from fedpact.algorithms.common import tau_control, tau_site
 from fedpact.algorithms.common.steps import sgd, weighted_mean
-from fedpact.algorithms.common.tau_control import CONTROL_PREFIX, Ali
-from fedpact.algorithms.wrappers.base import Method
-from fedpact.algorithms.wrappers.fairness_and_control import Controlled
+from fedpact.algorithms.common.tau_control import CONTROL_PREFIX, Ali, Controller
 from fedpact.common.errors import InputError
 from fedpact.common.messages import Local, Reply, State, Task
-from fedpact.privacy.oracle import Opening
 
 D, RATE, V = 12, 0.2, 0.3
 SPECTRUM = torch.linspace(0.1, 1.5, D, dtype=torch.float64)
@@ -75,48 +71,40 @@ def sites(count, seed=0, v=V):
     return made, torch.randn(D, generator=draws, dtype=torch.float64)
 
 
-def controlled(ali, rate=RATE, opens=False):
-    """FedAvg with a controller."""
-    inner = Method("fedavg", fedavg.Settings(learning_rate=rate))
-    opening = Opening(1.0, {"gradient": 1.0}) if opens else None
-    inner.facts = replace(inner.facts, opening=opening)
-    return Controlled(inner, ali)
-
-
-CONTROLLER = controlled(Ali())
-OTHER = controlled(Ali())
+def plain_sgd(task, oracle, memory):
+    return Local({"w": sgd(oracle, task.vectors["w"], int(task.numbers["local_steps"]), RATE)})
 
 
 def other_solver(task, oracle, memory):
     """Moves otherwise than its gradients say."""
-    w = sgd(oracle, task.vectors["w"], int(task.numbers["local_steps"]), RATE)
+    w = plain_sgd(task, oracle, memory).vectors["w"]
     return Local({"w": w + 0.5 * (task.vectors["w"] - w)})
 
 
-OTHER.inner.local = other_solver
-
-
-def replies(controller, made, w, steps, memories=None):
+def replies(controller, made, w, steps, memories=None, inner=plain_sgd):
     """One round's replies; `memories` is filled where it is given."""
     task = Task("run", 1, "x", {"w": w}, {"local_steps": steps})
     for name, (oracle, weight) in made.items():
         memory = State() if memories is None else memories.get(name, State())
-        local = controller.local(task, oracle, memory)
+        local = controller.local(task, oracle, memory, inner)
         if memories is not None:
             memories[name] = local.memory
         yield Reply("run", 1, name, weight, local.vectors, local.numbers)
 
 
-def folded(controller, made, w, steps, memories=None):
+def folded(controller, made, w, steps, memories=None, inner=plain_sgd):
     """What the server holds after one round from w, without any before it."""
     fold = tau_control.Fold(w, steps, RATE)
-    after = weighted_mean(fold.through(replies(controller, made, w, steps, memories)))
+    after = weighted_mean(fold.through(replies(controller, made, w, steps, memories, inner)))
     return tau_control.update_averages({}, fold), after.vectors["w"]
 
 
-def estimates(made, w, steps, trials, controller=CONTROLLER):
+CONTROLLER = Controller(Ali(), RATE)
+
+
+def estimates(made, w, steps, trials, inner=plain_sgd):
     """Each number's trials, one round each, all from w."""
-    rounds = [folded(controller, made, w, steps)[0] for _ in range(trials)]
+    rounds = [folded(CONTROLLER, made, w, steps, inner=inner)[0] for _ in range(trials)]
     names = ("change", "distance", "length", "divergence")
     return {name: torch.tensor([r[name] for r in rounds if name in r]) for name in names}
 
@@ -219,7 +207,7 @@ def test_other_solvers_send_a_bound_of_the_divergence():
     """The mean square of the sites' mean gradients, less their noise: at least ξ²."""
     made, w = sites(3)
     steps = 4
-    found = estimates(made, w, steps, 120, controller=OTHER)["divergence"]
+    found = estimates(made, w, steps, 120, inner=other_solver)["divergence"]
     means, noises = zip(*local_means(made, w, steps), strict=True)
     squares = [float(m @ m) for m in means]
     extra = [n - D * q.v / steps for n, (q, _) in zip(noises, made.values(), strict=True)]
@@ -300,7 +288,7 @@ def test_sampling_adds_its_variance_to_a_square():
     w = torch.zeros(D, dtype=torch.float64)
     oracle = Sampled(torch.eye(D, dtype=torch.float64), records.mean(0), 0.0, draws)
     made = {"s0": (oracle, 1.0)}
-    found = estimates(made, w, 1, 400, controller=OTHER)["divergence"]
+    found = estimates(made, w, 1, 400, inner=other_solver)["divergence"]
     bias = (1 - q) / (q * len(records)) * float(records.square().sum(1).mean())
     truth = float(records.mean(0).square().sum())
     assert errors(found, truth + bias) < 5
@@ -361,7 +349,7 @@ def begun(state, **left):
 
 
 def first_state(controller):
-    return controller.init(torch.zeros(2, dtype=torch.float64))
+    return controller.init(State({"w": torch.zeros(2, dtype=torch.float64)}))
 
 
 def told(numbers):
@@ -388,7 +376,7 @@ def rounds_of(controller, allowed, answers):
             return chosen, state
         chosen.append(steps)
         answer = told({**ANSWER, **answers(sum(chosen))})
-        state = controller.update(state, iter([answer]))
+        state = controller.update(state, iter([answer]), lambda rest, got: weighted_mean(got))
     return chosen, state
 
 
@@ -402,7 +390,7 @@ def rounds_of(controller, allowed, answers):
 @settings(max_examples=25, deadline=None)
 def test_budgets_are_used_up_and_not_exceeded(iterations, rounds, kappa, private, seed):
     """Whatever the sites answer. private: the sites' reservations say what is left, not R_c."""
-    controller = controlled(Ali(kappa=kappa, iterations=None if private else iterations), RATE)
+    controller = Controller(Ali(kappa=kappa, iterations=None if private else iterations), RATE)
     draws = random.Random(seed)
 
     def answers(spent):
@@ -424,7 +412,7 @@ def test_budgets_are_used_up_and_not_exceeded(iterations, rounds, kappa, private
 
 
 def test_without_estimates_both_budgets_end_together():
-    controller = controlled(Ali(iterations=1585), RATE)
+    controller = Controller(Ali(iterations=1585), RATE)
     chosen, state = rounds_of(controller, 317, lambda spent: {})
     assert (len(chosen), sum(chosen)) == (317, 1585)
     assert chosen[:3] == [1, 2, 4]
@@ -437,7 +425,7 @@ def test_the_choice_is_that_of_the_theory():
     """With estimates of every kind, τ is best_tau of the drift that they make."""
     answer = {"pairs": 1.0, "change": 0.01, "distance": 1.0, "length": 1.0, "square": 1.0}
     answer |= {"noise": 0.0}
-    controller = controlled(Ali(kappa=0.12, iterations=1585), 0.5)
+    controller = Controller(Ali(kappa=0.12, iterations=1585), 0.5)
     chosen, state = rounds_of(controller, 317, lambda spent: answer)
     drift = tau_control.Drift(0.5, 1.0, 0.1, 1.0)
     spent, previous = 1, 1
@@ -451,7 +439,7 @@ def test_the_choice_is_that_of_the_theory():
     assert state.numbers["control/even"] == 0
     # A larger κ works more: up to the even split; a smaller one less.
     counts = [
-        sum(rounds_of(controlled(Ali(kappa=k, iterations=1585), 0.5), 317, lambda _: answer)[0])
+        sum(rounds_of(Controller(Ali(kappa=k, iterations=1585), 0.5), 317, lambda _: answer)[0])
         for k in (1e-3, 100.0)
     ]
     assert counts == [317, 1585]
@@ -465,12 +453,12 @@ def test_without_kappa_the_unit_of_the_loss_does_not_matter(unit):
     answer |= {"noise": 0.01}
     other = {name: value * unit**2 for name, value in answer.items()}
     other |= {"pairs": 1.0, "distance": 0.7}
-    one, _ = rounds_of(controlled(Ali(iterations=400), 0.5), 60, lambda spent: answer)
-    two, _ = rounds_of(controlled(Ali(iterations=400), 0.5 / unit), 60, lambda spent: other)
+    one, _ = rounds_of(Controller(Ali(iterations=400), 0.5), 60, lambda spent: answer)
+    two, _ = rounds_of(Controller(Ali(iterations=400), 0.5 / unit), 60, lambda spent: other)
     assert one == two
     assert 1 < max(one) < 7
     given = Ali(iterations=400, kappa=tau_control.KAPPA * 1.3)
-    assert rounds_of(controlled(given, 0.5), 60, lambda spent: answer)[0] == one
+    assert rounds_of(Controller(given, 0.5), 60, lambda spent: answer)[0] == one
 
 
 def test_seconds_allow_fewer_rounds_of_more_steps():
@@ -485,48 +473,48 @@ def test_seconds_allow_fewer_rounds_of_more_steps():
     assert unmeasured(3) == 9.0
     over = tau_control.rounds_left({"rounds": 9.0, "seconds": -1.0, "round_seconds": 1.0})
     assert over(3) == 0.0
-    controller = controlled(Ali(iterations=100), RATE)
+    controller = Controller(Ali(iterations=100), RATE)
     state = first_state(controller)
     for steps in (1, 2, 4):
         state = begun(state, rounds=99.0, seconds=20.0, round_seconds=2.0, step_seconds=0.0)
         assert controller.steps(state) == steps
         answer = iter([told(ANSWER)])
-        state = controller.update(state, answer)
+        state = controller.update(state, answer, lambda rest, got: weighted_mean(got))
 
 
 def test_no_more_local_steps_than_allowed():
-    assert controlled(Ali(most_local_steps=7), RATE).steps(None) == 7
-    chosen, _ = rounds_of(controlled(Ali(most_local_steps=3, iterations=50), RATE), 9, lambda _: {})
+    assert Controller(Ali(most_local_steps=7), RATE).steps(None) == 7
+    chosen, _ = rounds_of(Controller(Ali(most_local_steps=3, iterations=50), RATE), 9, lambda _: {})
     assert chosen == [1, 2] + [3] * 7
 
 
 def test_the_least_of_the_sites_reservations_counts():
-    controller = controlled(Ali(), RATE)
+    controller = Controller(Ali(), RATE)
     state = begun(first_state(controller), rounds=9.0)
     answers = [told({**ANSWER, "steps_left": left}) for left in (7.0, 3.0, tau_site.UNLIMITED)]
-    after = controller.update(state, iter(answers))
+    after = controller.update(state, iter(answers), lambda rest, got: weighted_mean(got))
     assert after.numbers["control/iterations"] == 3.0
 
 
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_site_that_says_it_has_less_does_not_end_the_run(opens):
     """Before, one site with steps_left = 0 ended it for all, in any round."""
-    controller = controlled(Ali(iterations=50), RATE, opens)
-    state = first_state(controller)
+    controller = Controller(Ali(iterations=50), RATE, opens)
+    state, mean = first_state(controller), lambda rest, got: weighted_mean(got)
     left = 50.0
     for number in range(3):
         state = begun(state, rounds=9.0 - number)
         steps = controller.steps(state)
         said = left - steps if number == 0 else 0.0
         answer = told({**ANSWER, "steps_left": said})
-        state = controller.update(state, iter([answer]))
+        state = controller.update(state, iter([answer]), mean)
         # An opening may be an event like a step's; then a round takes one more.
         left -= steps + (opens and number > 0)
         assert state.numbers["control/iterations"] == left
 
 
 def test_nothing_limits_a_plain_run_without_iterations():
-    _, state = rounds_of(controlled(Ali(), RATE), 3, lambda _: {})
+    _, state = rounds_of(Controller(Ali(), RATE), 3, lambda _: {})
     assert "control/iterations" not in state.numbers
 
 
@@ -536,15 +524,15 @@ def test_nothing_limits_a_plain_run_without_iterations():
 def test_raw_estimates_are_the_papers():
     """ρ_i, β_i by the quotients at w_i and w; ξ² by the exact gradients; as the paper defines."""
     made, w = sites(3, v=0.0)
-    controller = controlled(Ali(estimator="raw"), RATE)
-    memories, state = {}, controller.init(w)
+    controller = Controller(Ali(estimator="raw"), RATE)
+    memories, state = {}, controller.init(State({"w": w}))
     for number in (1, 2):
         w = state.vectors["w"]
         models = {n: m.vectors["control/w"] for n, m in memories.items()}
         state = begun(state, rounds=9.0)
         steps = controller.steps(state)
         answers = list(replies(controller, made, w, steps, memories))
-        state = controller.update(state, iter(answers))
+        state = controller.update(state, iter(answers), lambda rest, got: weighted_mean(got))
         assert state.numbers["control/pairs"] == number - 1
     lipschitz, smoothness, gradients = [], [], []
     for name, (q, _) in made.items():

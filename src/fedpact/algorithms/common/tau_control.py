@@ -33,9 +33,8 @@ An estimate is clear if it is at least CLEAR standard deviations of its noise ab
 clear β² and ρ², τ is the even split of the budgets.
 
 Ling, Fu, Wang, Liu, Chen. ALI-DPFL: differentially private federated learning with adaptive local
-iterations. arXiv 2308.10457. `wrappers.fairness_and_control.Controlled` wraps any algorithm that
-makes τ local steps of size η; tau_site has what a site computes. In the server's state, under
-"control/":
+iterations. arXiv 2308.10457. `Controller` wraps any algorithm that makes τ local steps of size η;
+tau_site has what a site computes. In the server's state, under "control/":
 
 steps         τ of the last round, 0 before the first
 iterations    how many the privacy budgets still allow; absent without a limit
@@ -54,10 +53,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 from torch import Tensor
 
+from fedpact.algorithms.common import tau_site
 from fedpact.algorithms.common.tau_site import UNLIMITED, dot
 from fedpact.common.check import positive
 from fedpact.common.configuration import FROZEN
-from fedpact.common.messages import Numbers, Reply, State, split_state
+from fedpact.common.messages import Local, Numbers, Reply, State, Task, join, split_state
+from fedpact.privacy.oracle import Oracle, Range, Terms
 
 Vector = NDArray[np.float64]
 Allowed = Callable[[int], float]
@@ -184,6 +185,7 @@ def _totals(iterations: Allowed, most: int) -> Vector:
 
 
 CONTROL_PREFIX: Final = "control/"
+_LEFT: Final = "left/"
 
 CLEAR: Final = 2.0
 KAPPA: Final = 10.0
@@ -346,6 +348,9 @@ def rounds_left(left: Numbers) -> Allowed:
 STEPS_A_ROUND: Final = 5
 """The default R_c per round if σ is calibrated: the default τ of fedprox and scaffold."""
 
+InnerLocal = Callable[[Task, Oracle, State], Local]
+InnerUpdate = Callable[[State, Iterable[Reply]], State]
+
 
 class Ali(BaseModel):
     """How τ is chosen."""
@@ -362,3 +367,127 @@ class Ali(BaseModel):
     estimator: Literal["released", "raw"] = "released"
     """"released": from gradients that are released anyway, at no cost. "raw": from the paper's
     exact numbers, which leave every site unprotected."""
+
+
+@dataclass(frozen=True)
+class ChosenTau:
+    """τ of a round, 0 if the iterations are used up. even: chosen without clear estimates."""
+
+    steps: int
+    even: bool = False
+
+
+_ATTEMPTS: Final = 3
+"""How often a site may have been charged for the first round: it may crash in it twice."""
+
+
+@dataclass(frozen=True)
+class Controller:
+    """Chooses τ for an algorithm with local steps of size learning_rate, η > 0.
+
+    opens: whether a round has an opening event, which may count as one more step.
+    """
+
+    ali: Ali
+    learning_rate: float
+    opens: bool = False
+
+    def init(self, rest: State) -> State:
+        """Return the first state, around the algorithm's own."""
+        numbers = {"steps": 0.0, "even": 0.0}
+        if self.ali.iterations is not None:
+            numbers["iterations"] = float(self.ali.iterations)
+        return join(State({}, numbers), CONTROL_PREFIX, rest)
+
+    def steps(self, state: State | None) -> int:
+        """Return τ of the next round, 0 if nothing is left; without a state, its maximum."""
+        return self.ali.most_local_steps if state is None else self.choose(state).steps
+
+    def choose(self, state: State) -> ChosenTau:
+        """Return the choice for the next round, a function of the state only."""
+        own, left, rest = _parts(state)
+        limit = own.numbers.get("iterations", tau_site.UNLIMITED)
+        if limit < 1:
+            return ChosenTau(0)
+        if not own.numbers["steps"]:
+            return ChosenTau(1)
+        most = min(2 * int(own.numbers["steps"]), self.ali.most_local_steps, int(limit))
+        allowed = allowed_iterations(limit, rounds_left(left.numbers))
+        drift_ = drift(own.numbers, self.learning_rate, len(rest.vectors["w"]))
+        if drift_ is None:
+            return ChosenTau(even_split(allowed, most), even=True)
+        kappa = self.ali.kappa or KAPPA * drift_.lipschitz**2
+        return ChosenTau(best_tau(drift_, kappa, allowed, most))
+
+    def task(self, state: State, inner: Callable[[State], State]) -> State:
+        """Return the algorithm's task, with τ as "local_steps"."""
+        told = inner(_parts(state)[2])
+        return State(told.vectors, {**told.numbers, "local_steps": self.choose(state).steps})
+
+    @property
+    def task_numbers(self) -> dict[str, Range]:
+        """The numbers that it adds to a task, with their ranges."""
+        return {"local_steps": Range(1, self.ali.most_local_steps, whole=True)}
+
+    def public_numbers(self, task: Task, terms: Terms) -> dict[str, Range]:
+        """Return the range of steps that a site's reservation allows after the first round.
+
+        Later replies cannot lower it; see `_iterations_left`.
+        """
+        if task.round != 1:
+            return {}
+        reserved = terms.history(terms.steps)[terms.event]
+        spent = _ATTEMPTS * (int(task.numbers["local_steps"]) + self.opens)
+        return {f"{CONTROL_PREFIX}steps_left": Range(max(0, reserved - spent), reserved)}
+
+    def local(self, task: Task, oracle: Oracle, memory: State, inner: InnerLocal) -> Local:
+        """Return the algorithm's reply, with the numbers that `update` needs."""
+        own, rest = split_state(memory, CONTROL_PREFIX)
+        watched = tau_site.RecordingOracle(oracle)
+        local = inner(task, watched, rest)
+        w, model = task.vectors["w"], local.vectors.get("w")
+        extra = dict[str, Tensor]()
+        if self.ali.estimator == "raw":
+            numbers, extra["gradient"] = tau_site.raw_report(oracle, w, own.vectors.get("w"))
+            keep = State({} if model is None else {"w": model})
+        else:
+            moved = None if model is None else w - model
+            steps = int(task.numbers["local_steps"])
+            numbers = tau_site.build_report(watched, own, moved, self.learning_rate, steps)
+            keep = tau_site.build_memory(watched)
+        numbers["steps_left"] = min(float(oracle.steps_left), tau_site.UNLIMITED)
+        sent = join(State(extra, numbers), CONTROL_PREFIX, State(local.vectors, local.numbers))
+        return Local(sent.vectors, sent.numbers, join(keep, CONTROL_PREFIX, local.memory))
+
+    def update(self, state: State, replies: Iterable[Reply], inner: InnerUpdate) -> State:
+        """Return the algorithm's next state, and the controller's."""
+        own, _, rest = _parts(state)
+        choice = self.choose(state)
+        fold = Fold(rest.vectors["w"], choice.steps, self.learning_rate)
+        after = inner(rest, fold.through(replies))
+        averages = raw if self.ali.estimator == "raw" else update_averages
+        numbers = averages(own.numbers, fold)
+        left = self._iterations_left(own, choice.steps, fold.least_left)
+        if left < tau_site.UNLIMITED / 2:
+            numbers["iterations"] = left
+        numbers |= {"steps": float(choice.steps), "even": own.numbers["even"] + choice.even}
+        return join(State({}, numbers), CONTROL_PREFIX, after)
+
+    def _iterations_left(self, own: State, steps: int, said: float) -> float:
+        """Return the iterations that are left after a round of `steps`.
+
+        said: the minimum that any site reports. After the first round it only counts down: a site
+        that reports less has crashed in a round, or lies. It runs out before the others, but does
+        not end the run for them.
+        """
+        left = own.numbers.get("iterations", tau_site.UNLIMITED) - steps
+        if own.numbers["steps"]:
+            said = max(said, left - self.opens)
+        return min(left, said)
+
+
+def _parts(state: State) -> tuple[State, State, State]:
+    """Return the controller's part, what is left of the budgets, and the algorithm's part."""
+    own, rest = split_state(state, CONTROL_PREFIX)
+    left, rest = split_state(rest, _LEFT)
+    return own, left, rest

@@ -15,7 +15,7 @@ SGD, so that w - w_i is not η Σ g, its site notices and sends a bound on its d
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -23,26 +23,7 @@ from torch import Tensor
 from fedpact.algorithms import BaseSettings
 from fedpact.algorithms.common.fairness import FairOracle, FairRelease, WeightRule, weighting
 from fedpact.algorithms.common.steps import weighted_mean
-from fedpact.algorithms.common.tau_control import (
-    CONTROL_PREFIX,
-    KAPPA,
-    Ali,
-    Fold,
-    allowed_iterations,
-    best_tau,
-    drift,
-    even_split,
-    raw,
-    rounds_left,
-    update_averages,
-)
-from fedpact.algorithms.common.tau_site import (
-    UNLIMITED,
-    RecordingOracle,
-    build_memory,
-    build_report,
-    raw_report,
-)
+from fedpact.algorithms.common.tau_control import Ali, Controller
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.common.configuration import FROZEN
 from fedpact.common.errors import PlanError
@@ -139,27 +120,15 @@ class ControlSettings(Ali):
         return self
 
 
-_LEFT: Final = "left/"
-_ATTEMPTS: Final = 3
-"""How often a site may have been charged for the first round: it may crash in it twice."""
-
-
 class Controlled(MethodWrapper):
-    """A method whose τ is chosen by a controller, with local steps of size η > 0.
-
-    Raises PlanError: no local steps, or two controllers.
-    """
+    """A method whose τ is chosen by a controller. Raises PlanError: no local steps, or two
+    controllers."""
 
     def __init__(self, inner: Method, ali: Ali) -> None:
-        self._ali, self._rate = ali, _step_size(inner)
-        # A round's opening event may count as one more step.
-        self._opens = inner.facts.opening is not None
+        self._controller = Controller(ali, _step_size(inner), inner.facts.opening is not None)
         super().__init__(
             inner,
-            task_numbers={
-                **inner.facts.task_numbers,
-                "local_steps": Range(1, ali.most_local_steps, whole=True),
-            },
+            task_numbers={**inner.facts.task_numbers, **self._controller.task_numbers},
             controlled=True,
             iterations=ali.iterations,
             unprotected=inner.facts.unprotected or ali.estimator == "raw",
@@ -168,93 +137,23 @@ class Controlled(MethodWrapper):
         )
 
     def steps(self, state: State | None = None) -> int:
-        """Return τ of the next round, 0 if nothing is left; without a state, its maximum."""
-        return self._ali.most_local_steps if state is None else self._choose(state)[0]
-
-    def _choose(self, state: State) -> tuple[int, bool]:
-        """Return τ of the next round, and whether it was chosen without clear estimates."""
-        own, left, rest = _parts(state)
-        limit = own.numbers.get("iterations", UNLIMITED)
-        if limit < 1:
-            return 0, False
-        if not own.numbers["steps"]:
-            return 1, False
-        most = min(2 * int(own.numbers["steps"]), self._ali.most_local_steps, int(limit))
-        allowed = allowed_iterations(limit, rounds_left(left.numbers))
-        found = drift(own.numbers, self._rate, len(rest.vectors["w"]))
-        if found is None:
-            return even_split(allowed, most), True
-        return best_tau(found, self._ali.kappa or KAPPA * found.lipschitz**2, allowed, most), False
+        return self._controller.steps(state)
 
     def init(self, w: Tensor) -> State:
-        numbers = {"steps": 0.0, "even": 0.0}
-        if self._ali.iterations is not None:
-            numbers["iterations"] = float(self._ali.iterations)
-        return join(State({}, numbers), CONTROL_PREFIX, self.inner.init(w))
+        return self._controller.init(self.inner.init(w))
 
     def task(self, state: State) -> State:
-        told = self.inner.task(_parts(state)[2])
-        return State(told.vectors, {**told.numbers, "local_steps": self.steps(state)})
+        return self._controller.task(state, self.inner.task)
 
     def public_numbers(self, task: Task, terms: Terms) -> Mapping[str, Range]:
-        found = self.inner.public_numbers(task, terms)
-        # Later replies cannot lower it; see `_iterations_left`.
-        if task.round != 1:
-            return found
-        reserved = terms.history(terms.steps)[terms.event]
-        spent = _ATTEMPTS * (int(task.numbers["local_steps"]) + self._opens)
-        allowed = Range(max(0, reserved - spent), reserved)
-        return {**found, f"{CONTROL_PREFIX}steps_left": allowed}
+        own = self._controller.public_numbers(task, terms)
+        return {**self.inner.public_numbers(task, terms), **own}
 
     def local(self, task: Task, oracle: Oracle, memory: State) -> Local:
-        own, rest = split_state(memory, CONTROL_PREFIX)
-        watched = RecordingOracle(oracle)
-        local = self.inner.local(task, watched, rest)
-        w, model = task.vectors["w"], local.vectors.get("w")
-        extra = dict[str, Tensor]()
-        if self._ali.estimator == "raw":
-            numbers, extra["gradient"] = raw_report(oracle, w, own.vectors.get("w"))
-            keep = State({} if model is None else {"w": model})
-        else:
-            moved = None if model is None else w - model
-            steps = int(task.numbers["local_steps"])
-            numbers = build_report(watched, own, moved, self._rate, steps)
-            keep = build_memory(watched)
-        numbers["steps_left"] = min(float(oracle.steps_left), UNLIMITED)
-        sent = join(State(extra, numbers), CONTROL_PREFIX, State(local.vectors, local.numbers))
-        return Local(sent.vectors, sent.numbers, join(keep, CONTROL_PREFIX, local.memory))
+        return self._controller.local(task, oracle, memory, self.inner.local)
 
     def update(self, state: State, replies: Iterable[Reply]) -> State:
-        own, _, rest = _parts(state)
-        steps, even = self._choose(state)
-        fold = Fold(rest.vectors["w"], steps, self._rate)
-        after = self.inner.update(rest, fold.through(replies))
-        averages = raw if self._ali.estimator == "raw" else update_averages
-        numbers = averages(own.numbers, fold)
-        left = self._iterations_left(own, steps, fold.least_left)
-        if left < UNLIMITED / 2:
-            numbers["iterations"] = left
-        numbers |= {"steps": float(steps), "even": own.numbers["even"] + even}
-        return join(State({}, numbers), CONTROL_PREFIX, after)
-
-    def _iterations_left(self, own: State, steps: int, said: float) -> float:
-        """Return the iterations that are left after a round of `steps`.
-
-        said: the minimum that any site reports. After the first round it only counts down: a site
-        that reports less has crashed in a round, or lies. It runs out before the others, but does
-        not end the run for them.
-        """
-        left = own.numbers.get("iterations", UNLIMITED) - steps
-        if own.numbers["steps"]:
-            said = max(said, left - self._opens)
-        return min(left, said)
-
-
-def _parts(state: State) -> tuple[State, State, State]:
-    """Return the controller's part, what is left of the budgets, and the algorithm's part."""
-    own, rest = split_state(state, CONTROL_PREFIX)
-    left, rest = split_state(rest, _LEFT)
-    return own, left, rest
+        return self._controller.update(state, replies, self.inner.update)
 
 
 def _step_size(inner: Method) -> float:

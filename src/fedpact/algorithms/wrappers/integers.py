@@ -29,12 +29,11 @@ from torch import Tensor
 
 from fedpact.algorithms.wrappers.base import Method, MethodWrapper
 from fedpact.algorithms.wrappers.optimizers import Stepped
-from fedpact.common.errors import InputError, PolicyRefused
+from fedpact.common.errors import InputError
 from fedpact.common.messages import State, Task
 from fedpact.common.params import from_numpy
 from fedpact.per_sample.clipping import UNIFORM, Weighting
-from fedpact.privacy.batches import Batch
-from fedpact.privacy.column_scales import Means
+from fedpact.privacy.oracle import Batch, EmptyOracle
 
 _Floats = NDArray[np.floating[Any]]
 
@@ -226,15 +225,10 @@ def weights(method: Method, task: Task, memory: Mapping[str, float] = _NOTHING) 
     return found
 
 
-class _Units:
+class _Units(EmptyOracle):
     """An oracle and its batches: the k-th gradient is `length` times the k-th unit vector [d]."""
 
-    batch_size = 1.0
     sampling_rate = 1e-12  # so that fednova makes the most steps
-    clip = math.inf
-    noise_variance = 0.0
-    steps_left = math.inf
-    shares: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(self, d: int, length: float) -> None:
         self._d, self._length, self._given = d, length, 0
@@ -246,12 +240,6 @@ class _Units:
     def opening(self, *channels: str) -> Batch:
         self.opened.add(self._given)
         return self
-
-    def columns(self) -> Means:
-        raise PolicyRefused("column scales were asked for: weights are of gradients only")
-
-    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        raise PolicyRefused("exact numbers were asked for: unit vectors have none")
 
     def gradient(self, w: Tensor, weighting: Weighting = UNIFORM) -> Tensor:
         found = torch.zeros(self._d, dtype=torch.float64)

@@ -42,8 +42,6 @@ _LARGEST_COMPOSED: Final = 2.0**21  # grid points, as wanted: 16 MiB
 # Beyond these numbers squares underflow or overflow; values there are priced as these.
 _LEAST_RATE: Final = 1e-60
 _LARGEST_SIGMA: Final = 1e60
-# Below this σ a batch with the record has a loss beyond 40 + log q but for a chance of 1e-14.
-_LEAST_SIGMA: Final = 0.05
 _MOST: Final = 10**9
 _LEAST_DELTA: Final = 1e-290
 _SIGMAS: Final = (1e-6, 1e9)  # no grid is tried for others
@@ -68,10 +66,8 @@ def pld_epsilon(terms: Sequence[Term], delta: float) -> float:
     if participation_probability(terms) <= delta:
         return 0.0
     terms = [round_up_term(*term) for term in terms]
-    loud = [term for term in terms if term[1] >= _LEAST_SIGMA]
     # ε grows with q.
-    found = min(_by_grid(terms, delta), _at_full_rate(terms, delta))
-    return found if len(loud) == len(terms) else min(found, _with_faint(terms, loud, delta))
+    return min(_by_grid(terms, delta), _at_full_rate(terms, delta))
 
 
 def _at_full_rate(terms: Sequence[Term], delta: float) -> float:
@@ -96,23 +92,6 @@ def _by_grid(terms: Sequence[Term], delta: float) -> float:
             compose([pair[i] for pair in pairs], counts, step, spread, outside, delta - outside)
             for i in (0, 1)
         )
-
-
-def _with_faint(terms: Sequence[Term], loud: Sequence[Term], delta: float) -> float:
-    """Return the bound that counts releases with almost no noise as having none.
-
-    Noise is post-processing, so a release without it costs no less. Without noise a batch that
-    contains the record reveals it, with total probability 1 - Π (1-q)^t. Otherwise adding a record
-    has the loss -Σ t log(1-q), and removing one at most that.
-    """
-    faint = [term for term in terms if term[1] < _LEAST_SIGMA]
-    if any(q == 1 for q, *_ in faint):
-        return math.inf
-    loss = -math.fsum(t * math.log1p(-q) for q, _, t in faint)
-    left = delta - participation_probability(faint)
-    if not left > 0:
-        return math.inf
-    return (1 + 2.0**-45) * loss + pld_epsilon(loud, left)
 
 
 def participation_probability(terms: Sequence[Term]) -> float:

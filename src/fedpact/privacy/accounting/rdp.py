@@ -92,33 +92,24 @@ def _whole_moments(q: float, sigma: float, orders: tuple[float, ...]) -> FloatAr
     """log A_α = log(1 + Σ_{k>=2} C(α,k) (1-q)^(α-k) q^k (exp((k²-k)/(2σ²)) - 1)), whole α.
 
     The binomial weights sum to 1; taking the 1 out keeps every digit of a tiny A_α - 1.
-    orders: ascending. All of their terms lie in one array, one order's behind the other's.
+    orders: ascending.
     """
-    if orders[0] == 1:
-        return np.concatenate([[0.0], _whole_moments(q, sigma, orders[1:])])
-    log_binomial, rest, power, starts = _binomials(orders)
     k = np.arange(2, orders[-1] + 1)
     x = k * (k - 1) / (2 * sigma**2)
     with_power = k * math.log(q) + x + np.log(-np.expm1(-x))
-    terms = log_binomial + rest * math.log1p(-q) + with_power[power]
-    top = np.maximum.reduceat(terms, starts)
-    shares = np.exp(terms - np.repeat(top, np.diff(starts, append=len(terms))))
-    return np.logaddexp(0.0, top + np.log(np.add.reduceat(shares, starts)))
+    found = np.zeros(len(orders))
+    for i, (a, log_binomial) in enumerate(zip(orders, _binomials(orders), strict=True)):
+        if count := len(log_binomial):
+            terms = log_binomial + (a - k[:count]) * math.log1p(-q) + with_power[:count]
+            top = terms.max()
+            found[i] = np.logaddexp(0.0, top + np.log(np.exp(terms - top).sum()))
+    return found
 
 
 @lru_cache(maxsize=16)
-def _binomials(
-    orders: tuple[float, ...],
-) -> tuple[FloatArray, FloatArray, NDArray[np.int64], NDArray[np.int64]]:
-    """log C(α,k), α - k and k - 2 for k = 2, ..., α of each order, and where each one's begin."""
-    each = [np.arange(2, a + 1) for a in orders]
-    log_binomial = [
-        gaussian.log_binomial(np.float64(a), k) for a, k in zip(orders, each, strict=True)
-    ]
-    starts = np.cumsum([0, *map(len, each)])[:-1]
-    k = np.concatenate(each)
-    rest = np.repeat(orders, [len(one) for one in each]) - k
-    return np.concatenate(log_binomial), rest, k.astype(np.int64) - 2, starts
+def _binomials(orders: tuple[float, ...]) -> list[FloatArray]:
+    """log C(α,k) for k = 2, ..., α of each order."""
+    return [gaussian.log_binomial(np.float64(a), np.arange(2, a + 1)) for a in orders]
 
 
 def _fractional(q: float, sigma: float, orders: FloatArray, at: FloatArray) -> FloatArray:

@@ -38,9 +38,8 @@ from fedpact.per_sample.clipping import UNIFORM, Weighting
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.shared_noise import SHARE_DEVIATION, check_added_delta
 from fedpact.privacy.batches import Batch, most_records
-from fedpact.privacy.column_scales import Means
 from fedpact.privacy.mechanisms import mechanism_of
-from fedpact.privacy.oracle import Oracle
+from fedpact.privacy.oracle import EmptyOracle, Oracle
 from fedpact.privacy.terms import Terms
 from fedpact.simulation.secure_aggregation.words import (
     RingWords,
@@ -482,17 +481,11 @@ def coding_of(plan: Plan, sizes: Mapping[str, float], terms: Mapping[str, Terms]
     return FixedPointMean(total, facts.summed, len(sizes))
 
 
-class NoisySumOracle:
+class NoisySumOracle(EmptyOracle):
     """An oracle with one batch, the sites' together, that answers with the opened sums.
 
     sums: channel -> integers, as float64. terms: of any of the sites. batch_size: Σ q_i N_i.
     """
-
-    clip = math.inf
-    noise_variance = 0.0
-    sampling_rate = 1.0
-    steps_left = math.inf
-    shares: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(self, sums: Mapping[str, Tensor], terms: Terms, batch_size: float) -> None:
         self._sums, self._terms, self.batch_size = sums, terms, batch_size
@@ -502,16 +495,6 @@ class NoisySumOracle:
         if count != 1 or {*channels} != {*self._sums}:
             raise PolicyRefused(f"{count} batches with {channels}: {self._answers}")
         yield _SumBatch(self._mean)
-
-    def opening(self, *channels: str) -> Batch:
-        raise PolicyRefused(f"an opening with {channels}: {self._answers}")
-
-    def columns(self) -> Means:
-        raise PolicyRefused("column scales were asked for: a sum has one gradient")
-
-    def unprotected(self, w: Tensor) -> tuple[float, Tensor]:
-        """Return F_i(w) and ∇F_i(w) [d] over all records, exact: no clip, no noise, no charge."""
-        raise PolicyRefused(f"exact numbers were asked for: {self._answers}")
 
     @property
     def _answers(self) -> str:
