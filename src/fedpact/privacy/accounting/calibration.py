@@ -188,7 +188,7 @@ def _boundary(
 
     cost(high) <= limit. step: the first distance from `high` to try.
     """
-    # With almost no noise another method prices releases, sometimes below the ε of more noise.
+    # ε is 0 at any noise where hardly any batch has the record.
     if cost(low) <= limit:
         return low
     above, below = high, max(low, high - step)

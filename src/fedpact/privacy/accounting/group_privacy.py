@@ -16,12 +16,13 @@ follow by induction from the last one, with σ_joint; the others' batch by conve
 composition. More records, a larger q and a smaller σ only raise covariances too.
 
 The pair's loss is put on a grid and composed as in privacy.accounting.pld, which adds at most 0.1 %
-to ε if the grid is fine. Otherwise the pair 1 - (1-q)^k, σ/k of all records at once also bounds ε
-(Kahane again), and the smaller bound is used. At q = 1 that pair is exact: one Gaussian.
+to ε if the grid is fine. The pair 1 - (1-q)^k, σ/k of all records at once also bounds ε (Kahane
+again), and the smaller bound is used. At q = 1 that pair is exact: one Gaussian.
 """
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from decimal import Decimal, localcontext
 from functools import lru_cache
 from typing import Final
@@ -96,14 +97,9 @@ def _epsilon(terms: tuple[Term, ...], delta: float, records: int) -> float:
         return pld.pld_epsilon(at_once, delta)
     if pld.participation_probability(at_once) <= delta:
         return 0.0
-    found, fine = math.inf, False
-    try:
-        with np.errstate(all="ignore"):
-            found, fine = _by_grid([round_up_term(*term) for term in terms], delta, records)
-    except (ArithmeticError, ValueError, MemoryError):
-        pass
-    if fine and math.isfinite(found):
-        return found
+    found = math.inf
+    with suppress(ArithmeticError, ValueError, MemoryError), np.errstate(all="ignore"):
+        found = _by_grid([round_up_term(*term) for term in terms], delta, records)
     return min(found, pld.pld_epsilon(at_once, delta))
 
 
@@ -116,19 +112,18 @@ def all_at_once(q: float, sigma: float, count: int, records: int) -> Term:
     return min(1.0, rate), sigma / records * (1 - 2.0**-52), count
 
 
-def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, bool]:
-    """Return ε, and whether the grid was fine enough. terms: as of `round_up_term`."""
+def _by_grid(terms: Sequence[Term], delta: float, records: int) -> float:
+    """Return ε by a grid; inf if none fits. terms: as of `round_up_term`."""
     counts = [t for *_, t in terms]
     count, outside = sum(counts), OUTSIDE * delta
     # δ less what the window leaves out, and what `_PLACED` may be off by in each release's mass.
     usable = (delta - outside) * (1 - count * _PLACED)
     if not usable > 0:
-        return math.inf, False
+        return math.inf
     mixtures = [_Mixture(q, s, records, outside / count) for q, s, _ in terms]
     spread = math.sqrt(sum(t * m.spread**2 for t, m in zip(counts, mixtures, strict=True)))
-    wanted = spread / math.sqrt(count) / FINENESS
     reach = max(m.range[1] - m.range[0] for m in mixtures)
-    step = step_within(wanted, reach, spread)
+    step = step_within(spread / math.sqrt(count) / FINENESS, reach, spread)
     pairs = [mixture.pair(step) for mixture in mixtures]
     found = max(
         compose([pair[i] for *pair, _ in pairs], counts, step, spread, outside, usable)
@@ -137,7 +132,7 @@ def _by_grid(terms: Sequence[Term], delta: float, records: int) -> tuple[float, 
     # A loss that stands beside its point of the grid is as much too cheap, in each release.
     misplaced = math.fsum(t * off for t, (*_, off) in zip(counts, pairs, strict=True))
     found += misplaced
-    return (found if found >= 0 else math.inf), step <= wanted
+    return found if found >= 0 else math.inf
 
 
 class _Mixture:
