@@ -44,7 +44,7 @@ _LEAST_RATE: Final = 1e-60
 _LARGEST_SIGMA: Final = 1e60
 _MOST: Final = 10**9
 _LEAST_DELTA: Final = 1e-290
-_SIGMAS: Final = (1e-6, 1e9)  # no grid is tried for others
+_SIGMAS: Final = (0.05, 1e9)  # with less noise, losses are in the hundreds
 _ROUNDED: Final = 0.01  # of δ: where transforms may round more, masses are tilted too
 OUTSIDE: Final = 2.0**-20
 """Of δ: what may lie outside the window, and what beyond the grid."""
