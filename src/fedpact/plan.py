@@ -430,8 +430,8 @@ class Plan(BaseModel):
         A value is read as TOML, or as a plain string if it is not TOML: `privacy.epsilon=1`,
         `data=mnist`. Raises PlanError: the file or an override cannot be read.
         """
-        typed = None if path is None else find_typed_keys(Path(path), overrides)
         raw = read_configuration(path, overrides, lambda found: select_given(found, _document))
+        typed = None if path is None else find_typed_keys(Path(path), overrides)
         private = any(configuration.key_of(text).startswith("privacy") for text in overrides)
         if path is None and not private and Method(raw["algorithm"]).facts.plain_only:
             # The default configuration asks for privacy; the user did not.

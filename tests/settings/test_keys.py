@@ -1,17 +1,17 @@
-"""Keys that are checked without importing the classes are the keys that the classes have."""
+"""Unknown, misplaced and mistyped keys of a configuration, and files that hold none."""
 
 import pytest
 
 from fedpact import algorithms
-from fedpact.cli.reference import algorithm, check_keys, tables
+from fedpact.cli.reference import algorithm, tables
 from fedpact.common.configuration import OTHER_NAMES
 from fedpact.common.errors import PlanError
 from fedpact.plan import Plan
 
 
-def refused(by, *overrides):
+def refused(*overrides):
     with pytest.raises(PlanError) as caught:
-        by(None, overrides)
+        Plan.read(None, overrides)
     return str(caught.value)
 
 
@@ -28,15 +28,10 @@ MISTYPED = [
 ]
 
 
-@pytest.mark.parametrize("override", [*MISTYPED, "settings.learning_rat=1", "_typed=1"])
-def test_a_mistyped_key_is_answered_as_by_the_plan(override):
-    assert refused(check_keys, override) == refused(Plan.read, override)
-
-
 @pytest.mark.parametrize("name", algorithms.names())
 def test_of_each_algorithm_a_mistyped_setting_too(name):
     given = (f"algorithm={name}", "settings={nothing=1}")
-    assert "settings.nothing is not a known key" in refused(check_keys, *given)
+    assert "settings.nothing is not a known key" in refused(*given)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +50,9 @@ def test_of_each_algorithm_a_mistyped_setting_too(name):
     ],
 )
 def test_a_misplaced_key_error_names_its_table(typed, meant):
-    for by in (Plan.read, check_keys):
-        told = refused(by, typed)
-        key = typed.split("=")[0].removesuffix(".mirror")
-        assert told == f"{key} is not a known key: expected {' or '.join(meant)}"
+    key = typed.split("=")[0].removesuffix(".mirror")
+    told = f"{key} is not a known key: expected {' or '.join(meant)}"
+    assert refused(typed) == told
 
 
 def test_other_names_lead_to_keys_of_the_plan():
@@ -68,35 +62,9 @@ def test_other_names_lead_to_keys_of_the_plan():
 
 
 def test_every_mistyped_key_is_named():
-    told = refused(check_keys, *MISTYPED)
+    told = refused(*MISTYPED)
     assert all(f"{override.partition('=')[0].split('.')[0]}" in told for override in MISTYPED)
     assert told.count("is not a known key") == len(MISTYPED)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("privacy.epsilon=3", "partition.kind=dirichlet", "settings.local_steps=2"),
-        # Names and values are not its business, nor are the tables that sites are named in.
-        ("privacy.per_site.site-00.epsilon=1", "rounds=-1"),
-        ("algorithm=nobody", "settings.nothing=1"),
-        ("algorithm='../plan'", "settings.nothing=1"),
-        ("algorithm='__init__'", "settings.nothing=1"),
-        ("algorithm=3", "settings.nothing=1"),
-        ("privacy=3",),
-    ],
-)
-def test_other_unknown_keys_are_left_to_the_plan(overrides):
-    check_keys(None, overrides)
-
-
-def test_a_configuration_without_a_table_is_left_to_the_plan(tmp_path):
-    path = tmp_path / "list.json"
-    path.write_text("[1, 2]")
-    check_keys(path)
-    with pytest.raises(PlanError):
-        Plan.read(path)
 
 
 @pytest.mark.parametrize("content", ["", " \n\n", "\ufeff"])
@@ -106,6 +74,18 @@ def test_empty_file_of_a_refused_command_is_not_all_defaults(tmp_path, name, con
     path.write_text(content, encoding="utf-8")
     with pytest.raises(PlanError, match=rf"configuration \S*{name} is empty: expected keys"):
         Plan.read(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "told"),
+    [
+        ("2", ["privacy.epsilon"], "= and no space between them"),
+        ("rounds=3", [], "a key is set as --set rounds=3"),
+    ],
+)
+def test_a_key_given_in_another_way_is_told_how(path, overrides, told):
+    with pytest.raises(PlanError, match=told):
+        Plan.read(path, overrides)
 
 
 def test_a_utf8_byte_order_mark_is_accepted(tmp_path):

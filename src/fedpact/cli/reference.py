@@ -15,14 +15,14 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fedpact.common.configuration import OTHER_NAMES, flatten, read_configuration, unknown_key
+from fedpact.common.configuration import OTHER_NAMES
 from fedpact.common.errors import PlanError, nearest, with_colon
 
 if TYPE_CHECKING:
@@ -142,41 +142,6 @@ def find(name: str) -> list[KeyTable]:
     every = [key for table in known for key in table.keys]
     meant = nearest(name, [*shown, *(key.name for key in every), *(key.last for key in every)])
     raise PlanError(f"{name} is no known table or key: expected one of {', '.join(shown)}{meant}")
-
-
-def check_keys(config: Path | None, overrides: Sequence[str] = ()) -> None:
-    """Raise PlanError, naming every unknown key of a configuration, as `Plan.read` does.
-
-    config: a .toml or .json file, None for the embedded default. overrides: `key=value`.
-    """
-    raw = read_configuration(config, overrides)
-    if isinstance(raw, dict) and (found := list(_unknown(raw))):
-        raise PlanError("; ".join(found))
-
-
-def _unknown(raw: dict[str, Any]) -> Iterator[str]:
-    own = raw.get("algorithm")
-    top, *others = tables()
-    # Keys below a user's own name are left to `Plan.read`.
-    places = {table.name: table.keys for table in others if "NAME" not in table.name}
-    if own in algorithm_names() or ":" in str(own):
-        places = {"settings": algorithm(str(own)).settings.keys, **places}
-    known = [key.name for key in top.keys]
-    known += [name for place, keys in places.items() for name in (place, *(k.name for k in keys))]
-    reported = set[str]()
-    for full in flatten(raw):
-        place = ""
-        for name in full.split("."):
-            key = f"{place}.{name}" if place else name
-            if key not in known and key not in reported:
-                reported.add(key)
-                beside = {
-                    one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == place
-                }
-                yield unknown_key(key, beside, known)
-            if key not in places:
-                break
-            place = key
 
 
 # ---------------------------------------------------------------- reading and writing

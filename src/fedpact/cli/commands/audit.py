@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedpact.cli.console import AsJson, Overrides, plain_console, show
-from fedpact.cli.reference import check_keys
 from fedpact.common.check import count
 from fedpact.common.errors import DataError, PlanError, PrivacyError
 from fedpact.common.format import upper
@@ -45,8 +44,6 @@ def audit(
     An audit cannot prove a claim, only disprove it; then the exit code is 2.
     """
     run = config if config is not None and config.is_dir() else None
-    if run is None:
-        check_keys(config, overrides)
     from fedpact.common.params import one_thread
     from fedpact.common.run_folder import Folder
     from fedpact.plan import Plan

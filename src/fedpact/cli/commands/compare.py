@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,6 @@ from fedpact.cli.console import (
     show,
     wide_console,
 )
-from fedpact.cli.reference import check_keys
 from fedpact.common import check
 from fedpact.common.errors import InputError
 from fedpact.common.files import check_file, check_out, write_whole
@@ -81,11 +79,6 @@ def compare(
     """Compare plans or algorithms on the same partition, seeds and budgets."""
     chosen = [name.strip() for name in algorithms.split(",")] if algorithms else []
     _check_files(configs or [])
-    # Overrides of settings go to the chosen algorithms that have them.
-    whole = [text for text in overrides if not (chosen and text.lstrip().startswith("settings."))]
-    varied = [text for text in (*sweeps, *ranges) if not text.startswith("settings.")]
-    for config in configs or [None]:
-        check_keys(config, [*whole, *(re.split("[,:]", text)[0] for text in varied)])
     from fedpact.report.comparison import document
     from fedpact.studies.compare import comparison_folder, read_plans
     from fedpact.studies.search import draw_points, search

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from fedpact.cli.console import AsJson, Config, Overrides, group, plain_console, show
-from fedpact.cli.reference import check_keys
 from fedpact.common.errors import DataError, FedpactError
 from fedpact.common.format import count_noun, upper
 from fedpact.common.notebook import print_table
@@ -61,7 +60,6 @@ def init(
     ] = False,
 ) -> None:
     """Write a deployment of a plan: certificates, keys, settings and policies."""
-    check_keys(config, overrides)
     from fedpact.deployment.files import Choices, write_deployment
     from fedpact.deployment.packaging import SERVER_HOSTS, write_package
     from fedpact.plan import Plan

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Column
 
 from fedpact.cli.console import AsJson, Config, Overrides, plain_console, show
-from fedpact.cli.reference import check_keys
 from fedpact.common.errors import InputError
 from fedpact.common.format import count_noun, size, upper
 from fedpact.common.notebook import print_table
@@ -38,7 +37,6 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show what a plan will spend: q, σ, iterations, ε per round and in total, bytes."""
-    check_keys(config, overrides)
     from fedpact.plan import Plan
     from fedpact.simulation.setup import SimulationSetup
     from fedpact.studies.circumstances import optimise_budgets

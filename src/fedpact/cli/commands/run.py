@@ -23,7 +23,6 @@ from fedpact.cli.console import (
     print_run,
     show,
 )
-from fedpact.cli.reference import check_keys
 from fedpact.common.errors import DataError
 from fedpact.common.format import exact_percent, headline_metric, size
 
@@ -43,7 +42,6 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train by simulation as a plan says, and write the run's folder with its report."""
-    check_keys(config, overrides)
     from fedpact.api import default_folder
     from fedpact.plan import Plan
 

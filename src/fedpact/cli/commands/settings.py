@@ -131,7 +131,6 @@ def init(
 
     With --all it has every key, each with its default and its meaning.
     """
-    reference.check_keys(None, overrides)
     check_file("the file", file, ".toml")
     if os.path.lexists(file):
         raise InputError(f"{file} exists already: name a new file, as in `fedpact init new.toml`")
