@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from html import escape
 from os import PathLike
 from pathlib import Path
@@ -37,14 +38,21 @@ from fedpact.plan import Plan
 from fedpact.report import charts
 from fedpact.report.page import build_headline, write_report
 from fedpact.report.run_summary import RunSummary, read_run
-from fedpact.simulation.predict import Predictor
+from fedpact.simulation.predict import Evaluated, Predictions, Predictor
 from fedpact.simulation.run import extend_plan
 from fedpact.simulation.simulate import OnRound, Simulated, simulate
 
 
 @dataclass(frozen=True, repr=False)
 class Result(Simulated):
-    """The result of a run. Its fields are those of simulation.simulate.Simulated."""
+    """The result of a run. records: one per round, from round 0. model: with the final weights.
+
+    own: the model that was passed in from Python, if another process carried out the run.
+    average: whether the model is the server's average of models instead of the last one.
+    """
+
+    own: Any = None
+    average: bool = False
 
     def __repr__(self) -> str:
         summary = self.summary
@@ -84,6 +92,30 @@ class Result(Simulated):
     def frame(self) -> Any:
         """Return the rounds as a pandas DataFrame, one row each (`frames`: also the sites)."""
         return frame([json.loads(record.to_json()) for record in self.records])
+
+    def frames(self) -> dict[str, Any]:
+        """Return "rounds" and "sites" as pandas DataFrames, one row each."""
+        scores = next((r.scores for r in reversed(self.records) if r.scores), {})
+        spent = self.summary["epsilon"]
+        score = {name: vars(scores[name]) if name in scores else {} for name in {*scores, *spent}}
+        sites = [{"site": n, **score[n], "epsilon": spent.get(n)} for n in sorted(score)]
+        return {"rounds": self.frame(), "sites": frame(sites)}
+
+    def predict(self, records: Any) -> Predictions:
+        """Return predictions for records; see predict.Predictor.predict."""
+        return self._served.predict(records)
+
+    def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
+        """Return accuracy, loss and measures on records; see predict.Predictor.evaluate."""
+        return self._served.evaluate(records, labels)
+
+    def export(self, path: Path | str) -> None:
+        """Write the model alone, as TorchScript (.pt) or ONNX; see predict.Predictor.export."""
+        self._served.export(Path(path))
+
+    @cached_property
+    def _served(self) -> Predictor:
+        return Predictor.of(self.folder, self.own, average=self.average)
 
     def figures(self) -> dict[str, Any]:
         """Return the report's figures as matplotlib Figures, by name.

@@ -49,7 +49,7 @@ from fedpact.simulation.run import environment_of, finish, start_or_resume, with
 from fedpact.simulation.secure_aggregation.encoding import check_shares
 from fedpact.simulation.secure_aggregation.keys import check_secure
 from fedpact.simulation.secure_aggregation.transport import Attempts
-from fedpact.simulation.statement import Side, site_terms, statement
+from fedpact.simulation.statement import site_terms, statement
 from fedpact.simulation.workshop import TrainingSetup
 
 _log = logging.getLogger("fedpact.server")
@@ -247,13 +247,15 @@ class Coordinator:
     def statement(self) -> dict[str, Any]:
         """Return the content of privacy.json."""
         test = self.federation.seeds == "test"
-        side = Side(
+        said = statement(
+            self.plan,
+            self.terms,
+            len(self.terms),
+            self.form,
             randomness="seeded test: protects no one" if test else "secure, at each site",
             separation=self.workshop().separation(),
-            form=self.form,
             persons=self.federation.person is not None,
         )
-        said = statement(self.plan, self.terms, len(self.terms), side)
         return said | {"epsilon_by_round": _EPSILON}
 
     def price(self) -> None:

@@ -11,8 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from fedpact.client import read_memory
 from fedpact.common.errors import InputError, LedgerError, PlanError
 from fedpact.common.format import upper
 from fedpact.common.messages import RoundRecord
-from fedpact.common.notebook import frame
 from fedpact.common.params import FlatModel, one_thread
 from fedpact.common.run_folder import Checkpoint, Folder, check_writable
 from fedpact.data.dataset import Dataset
@@ -53,7 +51,7 @@ from fedpact.simulation.machine import (
     keep_freed_memory,
     require_ray,
 )
-from fedpact.simulation.predict import Evaluated, Predictions, Predictor, RecordedForm
+from fedpact.simulation.predict import RecordedForm
 from fedpact.simulation.run import (
     check_complete,
     check_draws,
@@ -160,43 +158,12 @@ _SHORT = 2**20
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a run. records: one per round, from round 0. model: with the final weights.
-
-    own: the model that was passed in from Python, if another process carried out the run.
-    average: whether the model is the server's average of models instead of the last one.
-    """
+    """The result of a run. records: one per round, from round 0. model: with the final weights."""
 
     folder: Path
     records: list[RoundRecord]
     summary: dict[str, Any]
     model: nn.Module
-    own: Any = field(default=None, repr=False)
-    average: bool = False
-
-    def predict(self, records: Any) -> Predictions:
-        """Return predictions for records; see predict.Predictor.predict."""
-        return self._served.predict(records)
-
-    def evaluate(self, records: Any, labels: Any = None) -> Evaluated:
-        """Return accuracy, loss and measures on records; see predict.Predictor.evaluate."""
-        return self._served.evaluate(records, labels)
-
-    def export(self, path: Path | str) -> None:
-        """Write the model alone, as TorchScript (.pt) or ONNX; see predict.Predictor.export."""
-        self._served.export(Path(path))
-
-    def frames(self) -> dict[str, Any]:
-        """Return "rounds" and "sites" as pandas DataFrames, one row each."""
-        scores = next((r.scores for r in reversed(self.records) if r.scores), {})
-        spent = self.summary["epsilon"]
-        score = {name: vars(scores[name]) if name in scores else {} for name in {*scores, *spent}}
-        sites = [{"site": n, **score[n], "epsilon": spent.get(n)} for n in sorted(score)]
-        rounds = [json.loads(record.to_json()) for record in self.records]
-        return {"rounds": frame(rounds), "sites": frame(sites)}
-
-    @cached_property
-    def _served(self) -> Predictor:
-        return Predictor.of(self.folder, self.own, average=self.average)
 
 
 def simulate(

@@ -1,7 +1,6 @@
 """A run's privacy statement, written before it starts: the content of privacy.json."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fedpact.algorithms.wrappers import optimizers
@@ -82,29 +81,28 @@ _PLACED = (
 )
 
 
-@dataclass(frozen=True)
-class Side:
-    """What a statement says about the party that runs it.
+def statement(
+    plan: Plan,
+    terms: Mapping[str, Terms],
+    sites: int,
+    form: SumsForm,
+    *,
+    randomness: str,
+    separation: str,
+    persons: bool,
+    seeded: bool = False,
+    pooled: bool = False,
+    simulator_only: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the content of privacy.json.
 
-    separation: how the kernel separates records, in words. pooled: whether accuracy is measured on
-    the sites' held-out records for lack of a test set. simulator_only: numbers that no site would
-    release. form: which sums of held-out records sites compute. persons: whether sites know each
-    record's person. seeded: whether this is a simulation.
+    sites: how many take part. form: which sums of held-out records they compute. separation: how
+    the kernel separates records, in words. persons: whether sites know each record's person.
+    seeded: whether this is a simulation. pooled: whether accuracy is measured on the sites'
+    held-out records for lack of a test set. simulator_only: numbers that no site would release.
     """
-
-    randomness: str
-    separation: str
-    form: SumsForm
-    seeded: bool = False
-    pooled: bool = False
-    simulator_only: Sequence[str] = ()
-    persons: bool = False
-
-
-def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) -> dict[str, Any]:
-    """Return the content of privacy.json. sites: how many take part."""
     mode, each = plan.privacy.mode, site_terms(plan, terms)
-    of_held = describe_held_out_releases(plan, side.form, side.persons)
+    of_held = describe_held_out_releases(plan, form, persons)
     return {
         "private": plan.private,
         "why_unprotected": plan.why_unprotected,
@@ -113,23 +111,23 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
         "adjacency": plan.privacy.adjacency,
         "mechanism": mode,
         "mechanism_meaning": _UNPROTECTED if mode == "none" else mechanism_of(mode).told,
-        "separation": side.separation,
-        "placement": (_COMPACT if side.seeded else _PLACED) if plan.private else "",
+        "separation": separation,
+        "placement": (_COMPACT if seeded else _PLACED) if plan.private else "",
         "precision": _PRECISION[plan.run.precision] if plan.private else "",
         "accountant": plan.privacy.accountant if plan.private else "none",
         # No algorithm chooses q or σ from releases, so the engine reserves fixed events.
         "accounting": FIXED if plan.private else "none",
         "accounting_reason": WHY if plan.private else "",
-        "randomness": side.randomness,
+        "randomness": randomness,
         "sizes": "noisy" if plan.noisy_sizes else "public",
-        "accuracy_pooled": side.pooled,
+        "accuracy_pooled": pooled,
         "own_models": plan.method.has_own_models,
-        "simulator_only": list(side.simulator_only),
+        "simulator_only": list(simulator_only),
         "features": plan.features.describe() or plan.views.describe(),
         "initial": plan.initial.describe(),
         "sites_per_round": plan.sites_per_round,
-        "covers": _covers(plan, terms, sites, side.form, of_held) if plan.private else [],
-        "does_not_cover": _list_uncovered(plan, terms, side) if plan.private else [],
+        "covers": _covers(plan, terms, sites, form, of_held) if plan.private else [],
+        "does_not_cover": _list_uncovered(plan, terms, persons, seeded) if plan.private else [],
         "secure_aggregation": secure_terms(plan, sites, terms),
         "evaluation": of_held,
         "sites": each,
@@ -138,20 +136,21 @@ def statement(plan: Plan, terms: Mapping[str, Terms], sites: int, side: Side) ->
 
 def of_simulation(scene: SimulationSetup) -> dict[str, Any]:
     """Return the content of a simulation's privacy.json."""
-    simulator_only = list(_SIMULATOR_ONLY)
     headed = bool(scene.plan.head)
-    if headed or scene.dataset.x_test is None:
-        simulator_only.append(optimizers.MEASURED if headed else _POOLED)
-    side = Side(
+    pooled = headed or scene.dataset.x_test is None
+    measured = [optimizers.MEASURED if headed else _POOLED] * pooled
+    return statement(
+        scene.plan,
+        scene.terms,
+        len(scene.sites),
+        scene.form,
         randomness="seeded simulation",
         separation=scene.workshop.separation() if scene.plan.private else "",
-        form=scene.form,
-        seeded=True,
-        pooled=headed or scene.dataset.x_test is None,
-        simulator_only=simulator_only,
         persons=scene.dataset.person is not None,
+        seeded=True,
+        pooled=pooled,
+        simulator_only=[*_SIMULATOR_ONLY, *measured],
     )
-    return statement(scene.plan, scene.terms, len(scene.sites), side)
 
 
 def _covers(
@@ -188,17 +187,19 @@ def _covers(
     return [line for line in lines if line]
 
 
-def _list_uncovered(plan: Plan, terms: Mapping[str, Terms], side: Side) -> list[str]:
+def _list_uncovered(
+    plan: Plan, terms: Mapping[str, Terms], persons: bool, seeded: bool
+) -> list[str]:
     """Return the lines on what a private run's guarantee does not cover."""
     most = plan.privacy.person_records
     if plan.privacy.unit == "person":
         of_person = _TWO_SITES
     else:
-        of_person = _UNCOUNTED if most is None or not side.persons else _COUNTED.format(k=most)
+        of_person = _UNCOUNTED if most is None or not persons else _COUNTED.format(k=most)
     code = [name for name in (plan.model, plan.task.loss or "") if is_own(name)]
     lines = [
         *_DOES_NOT_COVER,
-        _SEEDED if side.seeded else "",
+        _SEEDED if seeded else "",
         _NOISY_SIZES if plan.noisy_sizes else _PUBLIC_SIZES,
         of_person,
         plan.features.uncovered,
