@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from fedpact.deployment import local
-from fedpact.deployment.files import Choices, write_deployment
+from fedpact.deployment.files import write_deployment
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
 
@@ -52,7 +52,7 @@ def main() -> None:
     plan = Plan.read(None, ["sites=3", "rounds=8", "run.evaluate_every=100", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "deployment"
-        federation = write_deployment(directory, plan, Choices(port=18944, seeds="test"))
+        federation = write_deployment(directory, plan, port=18944, seeds="test")
         lines = (run_all_parties(directory) / "rounds.jsonl").read_text().splitlines()
         total = {r["round"]: r["seconds"] for r in map(json.loads, lines)}
         server = by_round(directory / "server" / "log.txt", SERVER)

@@ -15,7 +15,7 @@ from benchmarks.scale import Scale
 from benchmarks.timing import Others, Spread
 from fedpact.algorithms import Summed
 from fedpact.common.messages import Refusal, Reply, Step, Task
-from fedpact.deployment.files import Choices, write_deployment
+from fedpact.deployment.files import write_deployment
 from fedpact.plan import Plan
 from fedpact.simulation.secure_aggregation import messages
 from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
@@ -142,6 +142,6 @@ def _rounds(plan: Plan) -> list[float]:
     """Return the seconds of each round of a deployment on this machine."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "deployment"
-        write_deployment(directory, plan, Choices(port=_PORT))
+        write_deployment(directory, plan, port=_PORT)
         lines = (run_all_parties(directory) / "rounds.jsonl").read_text().splitlines()
     return [record["seconds"] for record in map(json.loads, lines) if record["round"]]

@@ -26,7 +26,7 @@ from experiments.made import made
 
 import fedpact
 from fedpact.common.messages import RoundRecord
-from fedpact.deployment.files import Choices, write_deployment
+from fedpact.deployment.files import write_deployment
 
 HERE = Path(__file__).parent
 SITES = 3
@@ -95,7 +95,7 @@ def deployed(chosen: fedpact.Plan, port: int) -> tuple[list[RoundRecord], int, C
     """Carry a deployment out and return its rounds, d, and what went through the sockets."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "d"
-        write_deployment(directory, chosen, Choices(port=port))
+        write_deployment(directory, chosen, port=port)
         allow(directory)
         for site in directory.glob("sites/*/federation.toml"):
             text = site.read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from fedpact.algorithms import ldp_fedsgd
 from fedpact.cli.main import app
 from fedpact.common.errors import InputError
 from fedpact.common.messages import Reply
-from fedpact.deployment.files import Choices, write_deployment
+from fedpact.deployment.files import write_deployment
 from fedpact.plan import Plan
 from fedpact.privacy.accounting.accountant import Budget
 from fedpact.privacy.accounting.calibration import smallest_sigma
@@ -613,7 +613,7 @@ def test_classes_found_are_shown_written_and_shown_again(tmp_path, caplog):
     assert "found in the labels" not in caplog.text
     assert found["configuration"]["records"]["classes"] == ["no", "yes"]
     plan = Plan.parse({**found["configuration"], "records": {"columns": {}}})
-    write_deployment(tmp_path / "federation", plan, Choices())
+    write_deployment(tmp_path / "federation", plan)
     assert f"federation.toml is public: {told}" in caplog.text
 
 

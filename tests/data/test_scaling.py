@@ -14,7 +14,7 @@ from fedpact.common.params import FlatModel
 from fedpact.data.load import from_arrays, from_python, load_dataset, load_site
 from fedpact.data.schema import Column, PlanRecords, RecordForm, Scaling
 from fedpact.deployment.federation import Federation, read_plan
-from fedpact.deployment.files import Choices, write_deployment
+from fedpact.deployment.files import write_deployment
 from fedpact.plan import Plan
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
@@ -282,7 +282,7 @@ def test_deployed_tables_drop_declared_columns(tmp_path):
         records={"columns": COLUMNS, "drop": ["ward"], "classes": ["no", "yes"]},
         partition={"held_out": 0.0},
     )
-    federation = write_deployment(tmp_path / "d", plan, Choices(records=False))
+    federation = write_deployment(tmp_path / "d", plan, records=False)
     assert federation.features == ("age", "dose", "bmi", "code", "sex")
     own = tmp_path / "d" / "sites" / "site-01"
     plan, federation = read_plan(own / "plan.json"), Federation.read(own / "federation.toml")

@@ -21,7 +21,7 @@ from tests.deployment.grid import Clock, Run, allow, read_from
 
 from fedpact.cli.main import main
 from fedpact.deployment import federation, files, local, server, site_records
-from fedpact.deployment.files import Choices, write_deployment
+from fedpact.deployment.files import write_deployment
 from fedpact.deployment.flower import requests, transport
 from fedpact.plan import Plan
 
@@ -124,8 +124,8 @@ def make(tmp_path_factory):
         key = json.dumps([choices, plan], sort_keys=True, default=repr)
         if key not in found:
             found[key] = tmp_path_factory.mktemp("made") / "d"
-            chosen = Choices(port=free_port(), **(choices or {}))
-            write_deployment(found[key], Plan.parse({**PLAN, **plan}), chosen)
+            chosen = {"port": free_port(), **(choices or {})}
+            write_deployment(found[key], Plan.parse({**PLAN, **plan}), **chosen)
             for path in found[key].glob("sites/*/policy.toml"):
                 # Tests change plans and federations; test_approval.py is of approvals.
                 path.write_text(path.read_text().replace("approvals = 1", "approvals = 0"))

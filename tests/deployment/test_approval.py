@@ -11,7 +11,7 @@ from fedpact.common.format import upper
 from fedpact.common.run_folder import Folder
 from fedpact.deployment import keys
 from fedpact.deployment.check import check_site
-from fedpact.deployment.files import Choices, write_deployment
+from fedpact.deployment.files import write_deployment
 from fedpact.deployment.signatures import APPROVAL_FILE, approve, check_approved, read_approvals
 from fedpact.deployment.site import Site
 from fedpact.deployment.snapshot import take_snapshot
@@ -99,7 +99,7 @@ def test_only_the_sites_own_key_signs(unsigned, deployment):
 
 def test_init_asks_for_approvals_where_records_are_owners(tmp_path, deployment):
     directory = tmp_path / "own"
-    write_deployment(directory, Plan.parse({"sites": 2, "rounds": 2}), Choices(records=False))
+    write_deployment(directory, Plan.parse({"sites": 2, "rounds": 2}), records=False)
     assert read_approvals(directory / "sites" / "site-00").needed == 1
     assert read_approvals(deployment / "sites" / "site-00").needed == 0
 

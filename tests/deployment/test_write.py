@@ -18,7 +18,6 @@ from fedpact.common.messages import RoundRecord
 from fedpact.deployment import local, processes
 from fedpact.deployment.federation import Federation, Member, Patience, read_plan
 from fedpact.deployment.files import (
-    Choices,
     policy,
     render_federation,
     render_site_toml,
@@ -157,7 +156,7 @@ def test_sites_with_records_of_their_own(make, tmp_path):
 )
 def test_simulation_only_features_are_refused_before_writing(tmp_path, change, told):
     with pytest.raises(PlanError, match=told):
-        write_deployment(tmp_path / "d", Plan.parse(change), Choices())
+        write_deployment(tmp_path / "d", Plan.parse(change))
     assert not (tmp_path / "d").exists()
 
 
@@ -177,15 +176,15 @@ def test_simulation_only_features_are_refused_before_writing(tmp_path, change, t
 def test_a_choice_that_does_not_fit_leaves_nothing(tmp_path, choice, told):
     plan = Plan.parse({"sites": 2, "rounds": 2})
     with pytest.raises(PlanError, match=told):
-        write_deployment(tmp_path / "d", plan, Choices(**choice))
+        write_deployment(tmp_path / "d", plan, **choice)
     assert not list((tmp_path / "d").glob("*"))
     # What was wrong is put right in the same place.
-    assert write_deployment(tmp_path / "d", plan, Choices()).address == "127.0.0.1:8443"
+    assert write_deployment(tmp_path / "d", plan).address == "127.0.0.1:8443"
 
 
 def test_nothing_is_written_over(written):
     with pytest.raises(PlanError, match="not empty"):
-        write_deployment(written, Plan.parse({}), Choices())
+        write_deployment(written, Plan.parse({}))
 
 
 def test_without_flower_the_extra_is_named(monkeypatch, tmp_path):

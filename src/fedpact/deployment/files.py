@@ -6,8 +6,8 @@ import secrets
 import shutil
 import textwrap
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -175,42 +175,39 @@ _NAME = re.compile(r"\w[\w.-]{0,62}")
 _logger = logging.getLogger("fedpact")
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Settings of a deployment that a plan lacks. host, port: the server's address for sites.
-
-    names: the sites' names, () for the simulation's. records: whether each site's directory gets
-    its part of the plan's data set, for a trial. seeds, patience: see Federation, which validates
-    them.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8443
-    names: tuple[str, ...] = ()
-    records: bool = True
-    seeds: str = "secure"
-    patience: Patience | Mapping[str, Any] = field(default_factory=Patience)
-
-
-def write_deployment(directory: Path, plan: Plan, choices: Choices) -> Federation:
+def write_deployment(
+    directory: Path,
+    plan: Plan,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8443,
+    names: Sequence[str] = (),
+    records: bool = True,
+    seeds: str = "secure",
+    patience: Patience | Mapping[str, Any] = Patience(),  # noqa: B008 - it is frozen
+) -> Federation:
     """Write a deployment of a plan into a new directory and return its federation.
 
-    Raises InputError if something does not match; then the directory is left empty.
+    host, port: the server's address for sites. names: the sites' names, () for the simulation's.
+    records: whether each site's directory gets its part of the plan's data set, for a trial.
+    seeds, patience: see Federation, which validates them. Raises InputError if something does not
+    match; then the directory is left empty.
     """
     _check_new(directory)
     try:
-        address = check_address(f"{choices.host}:{choices.port}")
+        address = check_address(f"{host}:{port}")
     except ValueError as error:
         raise PlanError(str(error)) from None
     check_deployable(plan)
     scene = SimulationSetup.of(plan)
-    _check_names(choices.names, len(scene.sites))
+    _check_names(names, len(scene.sites))
     if told := describe_undeclared_classes(plan, scene.dataset):
         _logger.warning("federation.toml is public: %s", told)
     directory.mkdir(parents=True, exist_ok=True)
     # An incomplete deployment could be mistaken for a complete one.
     with TemporaryDirectory(dir=directory) as partial:
-        found = _write(Path(partial), plan, scene, choices, address)
+        chosen = {"address": address, "seeds": seeds, "patience": patience}
+        found = _write(Path(partial), plan, scene, sorted(names), records, chosen)
         for each in [*Path(partial).iterdir()]:
             each.rename(directory / each.name)
     return found
@@ -222,7 +219,7 @@ def _check_new(directory: Path) -> None:
         raise PlanError(f"{directory} is not empty: name a new directory")
 
 
-def _check_names(names: tuple[str, ...], count: int) -> None:
+def _check_names(names: Sequence[str], count: int) -> None:
     good = [name for name in {*names} if _NAME.fullmatch(name) and name != "server"]
     if names and not len(good) == len(names) == count:
         raise PlanError(
@@ -238,7 +235,12 @@ def _check_names(names: tuple[str, ...], count: int) -> None:
 
 
 def _write(
-    directory: Path, plan: Plan, scene: SimulationSetup, choices: Choices, address: str
+    directory: Path,
+    plan: Plan,
+    scene: SimulationSetup,
+    names: Sequence[str],
+    records: bool,
+    chosen: Mapping[str, Any],
 ) -> Federation:
     if features := scene.raw.features:
         # Sites' arrays have no names, and a file for prediction may have another order.
@@ -249,35 +251,33 @@ def _write(
     authority.mkdir(mode=0o700)
     server.mkdir()
     keys.write_authority(authority)
-    keys.write_server_certificate(authority, server, choices.host)
+    keys.write_server_certificate(authority, server, chosen["address"].rpartition(":")[0])
     line = keys.write_signing_key(server / "server.key")
-    names = sorted(choices.names) or [site.name for site in scene.sites]
+    names = names or [site.name for site in scene.sites]
     members, parts = dict[str, Member](), dict[str, str]()
     places = {name: directory / "sites" / safe_name(name) for name in names}
     for name, site in zip(names, scene.sites, strict=True):
         key = keys.write_signing_key(places[name] / "site.key")
         size = float(units(plan, site))
         # The counts of the records at hand are nobody else's business.
-        members[name] = Member(size=size if choices.records else float(f"{size:.2g}"), key=key)
+        members[name] = Member(size=size if records else float(f"{size:.2g}"), key=key)
         parts[name] = site.name
     shape = tuple(scene.raw.x.shape[1:])
     check_places(scene.dataset.name, plan.task.target.kind, scene.raw.y.numpy(), shape)
     form, person = scene.plan.records.shared(), scene.plan.person
-    if choices.records:
+    if records:
         person = None if scene.raw.person is None else "person"
     told: dict[str, Any] = {
         "run": _new_run(plan),
-        "address": address,
+        **chosen,
         "server_key": line,
         "classes": scene.dataset.classes,
         "shape": shape,
         "values": str(scene.raw.x.dtype).removeprefix("torch."),
-        "seeds": choices.seeds,
-        "patience": choices.patience,
         "person": person,
-        "features": () if choices.records else scene.raw.features,
+        "features": () if records else scene.raw.features,
         # What the sites' files hold: arrays that are written for them, or their own tables.
-        "records": form.in_arrays(scene.raw.features) if choices.records else form,
+        "records": form.in_arrays(scene.raw.features) if records else form,
         "groups": scene.groups,
         "sites": members,
     }
@@ -291,7 +291,7 @@ def _write(
         np.savez(server / "test.npz", x=scene.raw.x_test.numpy(), y=labels)
     terms = agreement.terms(plan)
     for name, part in parts.items():
-        _write_site(places[name], scene, terms[name], part, name, choices.records)
+        _write_site(places[name], scene, terms[name], part, name, records)
     for party in (server, *places.values()):
         (party / "ca.crt").write_bytes((authority / "ca.crt").read_bytes())
         Folder(party).write_json("plan.json", plan.document())

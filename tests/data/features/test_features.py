@@ -715,13 +715,13 @@ def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, counted, caplog)
 
 def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path):
     pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-    from fedpact.deployment.files import Choices, write_deployment
+    from fedpact.deployment.files import write_deployment
     from fedpact.deployment.server import Coordinator
     from fedpact.deployment.site import Site
 
     plan = Plan.parse(DIGITS)
     directory = tmp_path / "deployment"
-    write_deployment(directory, plan, Choices())
+    write_deployment(directory, plan)
     scene = SimulationSetup.of(plan)
     for site in scene.sites:
         home = directory / "sites" / site.name
@@ -736,7 +736,7 @@ def test_a_deployed_sites_features_are_those_of_the_simulation(tmp_path):
 
 def test_a_deployments_parties_each_have_the_weights(tmp_path, monkeypatch):
     pytest.importorskip("flwr", reason="the extra fedpact[deploy] is not installed")
-    from fedpact.deployment.files import Choices, write_deployment
+    from fedpact.deployment.files import write_deployment
     from fedpact.deployment.site import Site
 
     monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "cache"))
@@ -747,7 +747,7 @@ def test_a_deployments_parties_each_have_the_weights(tmp_path, monkeypatch):
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     chosen = {"kind": f"{OWN}:linear", "weights": str(path), "sha256": sha256, "trained_on": "x"}
     plan = Plan.parse({"features": chosen, "sites": 3, "privacy": {"accountant": "rdp"}})
-    write_deployment(tmp_path / "d", plan, Choices())
+    write_deployment(tmp_path / "d", plan)
     path.unlink()
     with Site(tmp_path / "d" / "sites" / "site-00") as opened:
         assert opened._records(ASKED).x.shape[1] == 6

@@ -60,17 +60,17 @@ def init(
     ] = False,
 ) -> None:
     """Write a deployment of a plan: certificates, keys, settings and policies."""
-    from fedpact.deployment.files import Choices, write_deployment
+    from fedpact.deployment.files import write_deployment
     from fedpact.deployment.packaging import SERVER_HOSTS, write_package
     from fedpact.plan import Plan
     from fedpact.simulation.machine import require_flower
 
     require_flower()
-    seeds = "test" if test_seeds else "secure"
     host = host or SERVER_HOSTS.get(package or "", "127.0.0.1")
-    choices = Choices(host, port, tuple(names), records, seeds)
     plan = Plan.read(config, [*overrides, *[f"sites={len(names)}"] * bool(names)])
-    federation = write_deployment(directory, plan, choices)
+    seeds = "test" if test_seeds else "secure"
+    chosen = {"host": host, "port": port, "names": names, "records": records, "seeds": seeds}
+    federation = write_deployment(directory, plan, **chosen)
     if package is not None:
         write_package(directory, package, port)
     _tell_next(directory, plan, federation, tries=records and host == "127.0.0.1", records=records)
