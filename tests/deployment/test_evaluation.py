@@ -1,13 +1,12 @@
 """A deployment's evaluations: released with noise, charged, and exact nowhere but at the site."""
 
-import json
 import shutil
 import struct
 
 import numpy as np
 import pytest
 import torch
-from tests.deployment.grid import NAMES, content, killed_before, stored
+from tests.deployment.grid import NAMES, content, killed_before
 from typer.testing import CliRunner
 
 from fedpact.cli.commands import deploy as command
@@ -32,10 +31,6 @@ TEST_SEEDS = {"seeds": "test"}
 @pytest.fixture
 def ran(ended):
     return ended(TEST_SEEDS, **PLAN)
-
-
-def own(directory):
-    return json.loads(stored(directory, "figures"))
 
 
 def test_evaluation_runs_when_due_and_last_and_is_charged(ran):
@@ -92,7 +87,7 @@ def test_exact_figures_stay_in_the_owners_files(ran):
     everything = b"".join(left)
     for node in ran.nodes:
         looked = 0
-        for sums in own(node.directory)["rounds"].values():
+        for sums in inspect_deployment(node.directory)["own_figures"]["rounds"].values():
             hits = np.array(sums["hits"]).reshape(10, 2)
             numbers = [sums["loss"][0] / hits.sum(), hits[:, 0].sum() / hits.sum()]
             numbers += [sums["loss"][0], *(row[0] / row.sum() for row in hits if row.sum())]
@@ -165,7 +160,6 @@ def test_it_answers_once_and_repeats_its_answer(evaluated):
 def test_a_site_that_holds_nothing_out_answers_no_such_question(site_dir, capsys):
     with Site(site_dir) as site:
         assert from_bytes(site.handle(ask(site))).code == "task"
-    assert stored(site_dir, "figures") is None
     command.status(site_dir, as_json=False)
     assert inspect_deployment(site_dir)["own_figures"] is None
     assert "Exact figures" not in capsys.readouterr().out

@@ -4,6 +4,7 @@ A site's answers are held against the server's: equal files, equal predictions.
 """
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -18,15 +19,13 @@ from fedpact.cli.main import app
 from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import FINAL, Refusal, Reply, Task, from_bytes
 from fedpact.deployment import final_model
-from fedpact.deployment.final_model import (
-    FinalModel,
-    describe_ending,
-    read_ending,
-)
+from fedpact.deployment.final_model import bring, describe_ending, keep, read_ending
 from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_evaluation import personalise_site
+from fedpact.deployment.site_records import SiteFiles
 from fedpact.deployment.snapshot import take_snapshot
+from fedpact.deployment.store import Store
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.report.run_summary import read_run
@@ -102,8 +101,8 @@ def test_an_owner_brings_the_file_and_predicts(federate, tmp_path):
     assert json.loads(told.stdout)["labels"] == expected.labels.tolist()
     other = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(3)}, other)
-    with FinalModel.of(site) as own, pytest.raises(DataError, match="the plan's model has"):
-        own.bring(other)
+    with pytest.raises(DataError, match="the plan's model has"):
+        bring(site, other)
 
 
 def test_model_and_figures_of_an_earlier_run_are_not_this_ones(federate):
@@ -111,18 +110,16 @@ def test_model_and_figures_of_an_earlier_run_are_not_this_ones(federate):
     run()
     site = run.nodes[0].directory
     found = inspect_deployment(site)
-    assert (found["own_figures"]["run"], found["status"]) == (
-        found["run"],
-        "ended; the final model is here",
-    )
+    assert [*found["own_figures"]["rounds"]] == ["0", "1"]
+    assert found["status"] == "ended; the final model is here"
     change(site / "federation.toml", f'run = "{found["run"]}"', 'run = "another"')
     found = inspect_deployment(site)
     assert (found["own_figures"], found["status"]) == (None, "known to the server")
     with pytest.raises(PlanError, match=r"of run 'fedavg-.*is for run 'another'"):
         personalise_site(site)
     for source in (None, site / "run" / "model.safetensors"):
-        with FinalModel.of(site) as own, pytest.raises(PlanError, match="is for run 'another'"):
-            own.bring(source)
+        with pytest.raises(PlanError, match="is for run 'another'"):
+            bring(site, source)
 
 
 def test_model_of_wrong_shape_is_refused(site_dir):
@@ -187,12 +184,13 @@ def test_the_end_of_shared_noise_is_told_with_both_epsilons(make, tmp_path):
     """What rests on other sites' noise is never stated without what does not."""
     secure = {"secure_aggregation": {"threshold": 3}, "privacy": {"trust": "sum", "honest": 2}}
     at = make(tmp_path / "d", {}, settings={"local_steps": 1}, **secure) / "sites" / "site-00"
-    with FinalModel.of(at) as model:
-        files, terms = model.files, model.files.terms
-        run = files.federation.run
-        with Ledger(files.ledger, files.settings.data_set, hypothetical=True) as ledger:
-            ledger.reserve(run, terms.guarantee, terms.history(terms.steps))
-        model.keep(Task(run, 1, FINAL, files.plan.method.init(torch.zeros(650)).vectors, {}, 1))
+    files = SiteFiles.read(at)
+    run, terms = files.federation.run, files.terms
+    with Ledger(files.ledger, files.settings.data_set, hypothetical=True) as ledger:
+        ledger.reserve(run, terms.guarantee, terms.history(terms.steps))
+    with closing(Store(at)) as store:
+        final = Task(run, 1, FINAL, files.plan.method.init(torch.zeros(650)).vectors, {}, 1)
+        keep(files, store, final)
     told = describe_ending(run, files.plan, read_ending(at, run), at)
     assert f"ε <= {terms.guarantee.epsilon!r}, given the noise of 2 honest sites" in told
     assert f"ε <= {terms.guarantee.alone!r}, if no other site is honest" in told

@@ -11,7 +11,7 @@ from tests.deployment.grid import FLOATS, NAMES
 from fedpact.client import read_memory
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes
-from fedpact.deployment.final_model import FinalModel
+from fedpact.deployment.final_model import bring
 from fedpact.deployment.site import Site
 from fedpact.deployment.store import StoreSlot
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
@@ -104,8 +104,7 @@ def test_a_sites_final_model_has_the_head_of_its_last_round(federate):
         # Of a site that was away at the end, and whose owner brings the model, it is the same.
         path.unlink()
         node.site.close()
-        with FinalModel.of(node.directory) as model:
-            model.bring(None)
+        bring(node.directory, None)
         assert torch.equal(load_file(path)["1.bias"], kept)
 
 

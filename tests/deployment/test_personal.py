@@ -60,26 +60,26 @@ def test_it_writes_one_file_which_says_that_it_is_not_private(
     deployment, site_dir, finished, tmp_path
 ):
     before = files(deployment)
-    found = personalise_site(site_dir)
+    figures, file = personalise_site(site_dir)
     after = files(deployment)
     path = site_dir / "personal.safetensors"
     # Ledger, memory, last reply and all that the server has are as they were.
     assert after.keys() - before.keys() == {path}
     assert all(after[name] == block for name, block in before.items())
-    assert found.file == str(path)
+    assert file == str(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with safe_open(path, "pt") as opened:
         assert "NOT PRIVATE" in opened.metadata()["privacy"]
     assert {n: v.shape for n, v in load_file(path).items()} == {
         n: v.shape for n, v in load_file(finished).items()
     }
-    assert found.figures.tuned > found.figures.federated
+    assert figures.tuned > figures.federated
     # The tuned model as the released one: nothing is left to gain, and no model is written.
     best = tmp_path / "best.safetensors"
     best.write_bytes(path.read_bytes())
-    again = personalise_site(site_dir, best)
-    assert again.file is None
-    assert "do not tune" in again.figures.advice
+    again, file = personalise_site(site_dir, best)
+    assert file is None
+    assert "do not tune" in again.advice
     assert not path.exists()
 
 

@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from tests.deployment.grid import stored
 from tests.privacy.test_persons import table
 
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Task
 from fedpact.deployment.federation import Federation, read_plan
+from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_records import SiteFiles, own_records
 from fedpact.privacy.ledger.receipt import receipt
@@ -78,7 +78,7 @@ def test_a_person_is_evaluated_or_trained_on_and_counts_once(evaluated, tmp_path
     assert evaluated.records[-1].evaluation == simulated.records[-1].evaluation
     for directory in sorted((evaluated.directory / "sites").iterdir()):
         name = directory.name
-        own = json.loads(stored(directory, "figures"))["rounds"]["2"]
+        own = inspect_deployment(directory)["own_figures"]["rounds"]["2"]
         assert own == simulated.records[-1].held_out[name]
         found = own_records(SiteFiles.read(directory))
         (node,) = [node for node in evaluated.nodes if node.directory == directory]

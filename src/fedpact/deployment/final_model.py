@@ -11,9 +11,8 @@ record and charges nothing.
 """
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,91 +38,86 @@ from fedpact.simulation.predict import RecordedForm
 _log = logging.getLogger("fedpact.site")
 
 
-@dataclass(frozen=True)
-class FinalModel:
-    """A site's storage of the final model. store: the site's."""
+def keep(files: SiteFiles, store: Store, task: Task) -> None:
+    """Store the model that a site received from the server."""
+    by = task.vectors.get(CONSTANTS)
+    columns = None if by is None else name_columns(files.plan.records.released, by)
+    _write(files, store, task.vectors["w"], task.included, columns, "handed over", task.round)
 
-    files: SiteFiles
-    store: Store
 
-    @staticmethod
-    @contextmanager
-    def of(directory: Path) -> Generator["FinalModel"]:
-        """Open that of a site's directory. Raises PlanError: unreadable files."""
-        files = SiteFiles.read(directory)
-        with closing(Store(directory)) as store:
-            yield FinalModel(files, store)
+def bring(directory: Path, source: Path | None) -> Path:
+    """Import the model from a file, for a site that was away; return its new folder.
 
-    def keep(self, task: Task) -> None:
-        """Store the model received from the server."""
-        by = task.vectors.get(CONSTANTS)
-        columns = None if by is None else name_columns(self.files.plan.records.released, by)
-        self._write(task.vectors["w"], task.included, columns, "handed over", task.round)
+    directory: the site's. source: the server's run/model.safetensors, next to columns.json if
+    scales were released; None: the file of a server on this machine. Raises InputError: no such
+    file, or not the plan's model.
+    """
+    of = SiteFiles.read(directory)
+    module = of.workshop.module()
+    path = find_published_model(directory, of.federation.run, source)
+    rounds = read_json_table(path.with_name("summary.json")).get("rounds")
+    w = read_model(path, module, FlatModel(module))
+    names = of.plan.records.released
+    columns = read_scales(path.with_name(COLUMNS), names) if names else None
+    last = of.last_round(rounds or of.plan.rounds)
+    with closing(Store(directory)) as store:
+        _write(of, store, w, last, columns, "brought by the owner", rounds)
+    return directory / RUN
 
-    def bring(self, source: Path | None) -> Path:
-        """Import the model from a file, for a site that was away; return its new folder.
 
-        source: the server's run/model.safetensors, next to columns.json if scales were released;
-        None: the file of a server on this machine. Raises InputError: no such file, or not the
-        plan's model.
-        """
-        of = self.files
-        module = of.workshop.module()
-        path = find_published_model(of.directory, of.federation.run, source)
-        rounds = read_json_table(path.with_name("summary.json")).get("rounds")
-        w = read_model(path, module, FlatModel(module))
-        names = of.plan.records.released
-        columns = read_scales(path.with_name(COLUMNS), names) if names else None
-        self._write(
-            w, of.last_round(rounds or of.plan.rounds), columns, "brought by the owner", rounds
-        )
-        return of.directory / RUN
+def own_model(files: SiteFiles, store: Store, w: Tensor, included: int) -> Tensor:
+    """Return the site's own model made of the final one w [d]; w itself if it has none.
 
-    def own_model(self, w: Tensor, included: int) -> Tensor:
-        """Return the site's own model made of the final one w [d]; w itself if it has none.
+    included: the last round whose reply from this site entered the server's state.
+    """
+    memory = read_memory(StoreSlot.of_memory(store, files.federation.run), included)
+    own = files.plan.method.own_model(w, memory)
+    return w if own is None else own
 
-        included: the last round whose reply from this site entered the server's state.
-        """
-        memory = read_memory(StoreSlot.of_memory(self.store, self.files.federation.run), included)
-        own = self.files.plan.method.own_model(w, memory)
-        return w if own is None else own
 
-    def _cost(self, rounds: int | None) -> dict[str, dict[str, float]]:
-        """Return the run's cost from this site's ledger; empty if that has no such run."""
-        try:
-            runs = (read_receipt(self.files.ledger) or {"runs": {}})["runs"]
-        except (LedgerError, OSError) as error:
-            # The model is this site's even so.
-            _log.warning("the final model's summary does not say what the run cost: %s", error)
-            runs = {}
-        found = spend_of(self.files.federation.run, runs)
-        state = "reserved" if may_end_early(self.files.plan, rounds) else "spent"
-        named = {"epsilon": f"epsilon_{state}", "epsilon_alone": f"epsilon_alone_{state}"}
-        return {
-            name: {self.files.name: found[key]} if found else {}
-            for name, key in {**named, "delta": "delta"}.items()
-        }
+def _cost(files: SiteFiles, rounds: int | None) -> dict[str, dict[str, float]]:
+    """Return the run's cost from the site's ledger; empty if that has no such run."""
+    try:
+        runs = (read_receipt(files.ledger) or {"runs": {}})["runs"]
+    except (LedgerError, OSError) as error:
+        # The model is this site's even so.
+        _log.warning("the final model's summary does not say what the run cost: %s", error)
+        runs = {}
+    found = spend_of(files.federation.run, runs)
+    state = "reserved" if may_end_early(files.plan, rounds) else "spent"
+    named = {"epsilon": f"epsilon_{state}", "epsilon_alone": f"epsilon_alone_{state}"}
+    return {
+        name: {files.name: found[key]} if found else {}
+        for name, key in {**named, "delta": "delta"}.items()
+    }
 
-    def _write(
-        self, w: Tensor, included: int, columns: Any, status: str, rounds: int | None
-    ) -> None:
-        folder, of = Folder(self.files.directory / RUN), self.files.federation
-        module = self.files.workshop.module()
-        FlatModel(module).load(self.own_model(w, included))
-        folder.path.mkdir(exist_ok=True)
-        # The model is written last: once it exists, the other files do. That of an earlier run goes
-        # first, or a site that is killed in between would take it for this run's.
-        if read_json_table(folder.path / "summary.json").get("run") != of.run:
-            (folder.path / "model.safetensors").unlink(missing_ok=True)
-        folder.write_json("plan.json", self.files.plan.document())
-        given = RecordedForm(of.shape, of.values, of.classes, of.columns(self.files.plan))
-        stage, w = of.stage(self.files.plan, self.files.directory), FlatModel(module).vector
-        given.by(stage, self.files.workshop, w).write(folder)
-        if columns is not None:
-            folder.write_json(COLUMNS, columns)
-        said = {"run": of.run, "site": self.files.name, "status": status, "rounds": rounds}
-        folder.write_json("summary.json", said | self._cost(rounds))
-        write_whole(folder.path / "model.safetensors", save_tensors(state_of(module)))
+
+def _write(
+    files: SiteFiles,
+    store: Store,
+    w: Tensor,
+    included: int,
+    columns: Any,
+    status: str,
+    rounds: int | None,
+) -> None:
+    folder, of = Folder(files.directory / RUN), files.federation
+    module = files.workshop.module()
+    FlatModel(module).load(own_model(files, store, w, included))
+    folder.path.mkdir(exist_ok=True)
+    # The model is written last: once it exists, the other files do. That of an earlier run goes
+    # first, or a site that is killed in between would take it for this run's.
+    if read_json_table(folder.path / "summary.json").get("run") != of.run:
+        (folder.path / "model.safetensors").unlink(missing_ok=True)
+    folder.write_json("plan.json", files.plan.document())
+    given = RecordedForm(of.shape, of.values, of.classes, of.columns(files.plan))
+    stage, w = of.stage(files.plan, files.directory), FlatModel(module).vector
+    given.by(stage, files.workshop, w).write(folder)
+    if columns is not None:
+        folder.write_json(COLUMNS, columns)
+    said = {"run": of.run, "site": files.name, "status": status, "rounds": rounds}
+    folder.write_json("summary.json", said | _cost(files, rounds))
+    write_whole(folder.path / "model.safetensors", save_tensors(state_of(module)))
 
 
 def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:

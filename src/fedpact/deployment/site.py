@@ -57,7 +57,7 @@ from fedpact.common.params import FlatModel, all_finite
 from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.common.run_folder import RUN
-from fedpact.deployment.final_model import FinalModel, describe_ending, read_ending
+from fedpact.deployment.final_model import describe_ending, keep, read_ending
 from fedpact.deployment.secure import masker_of
 from fedpact.deployment.signatures import check_approved
 from fedpact.deployment.site_evaluation import Examiner, count_answer
@@ -345,7 +345,7 @@ class Site:
         except Unfit as unfit:
             _log.warning("the final model is refused: %s", unfit)
             return self._refusal(task, unfit.code)
-        FinalModel(self.files, self._store).keep(task)
+        keep(self.files, self._store, task)
         self._examiner.note(task, self._client.read_memory(task), self._bench)
         _log.info("%s", self.ending)
         return self._without_release(task)

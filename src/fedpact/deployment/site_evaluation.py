@@ -9,9 +9,7 @@ import json
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +26,12 @@ from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import Draws, SeededDraws
 from fedpact.common.run_folder import RUN, check_writable
 from fedpact.data.splits import number_persons
-from fedpact.deployment.final_model import FinalModel, find_published_model, read_ending, read_model
+from fedpact.deployment.final_model import (
+    find_published_model,
+    own_model,
+    read_ending,
+    read_model,
+)
 from fedpact.deployment.site_records import Own, SiteFiles, own_records
 from fedpact.deployment.store import Store, read_store
 from fedpact.evaluation.held_out import (
@@ -47,17 +50,10 @@ from fedpact.simulation.workshop import Worker
 NOT_PRIVATE: Final = "NOT PRIVATE: tuned on this site's own records; never release it"
 
 
-@dataclass(frozen=True)
-class Personal:
-    """The result of tuning at a site. file: the tuned model; None if tuning is not advised."""
-
-    site: str
-    figures: SiteFigures
-    file: str | None
-
-
-def personalise_site(directory: Path, model: Path | None = None) -> Personal:
+def personalise_site(directory: Path, model: Path | None = None) -> tuple[SiteFigures, str | None]:
     """Tune the final model on a site's records, unless that is not advised.
+
+    Returns the figures, and the file of the tuned model; None if tuning is not advised.
 
     model: the run's model.safetensors as published by the server; by default the one that the site
     received, or that of a server on this machine. An older personal.safetensors is removed if
@@ -80,7 +76,7 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     w = read_model(source, module, flat)
     with closing(Store(directory)) as store:
         # The site's last reply counts as included if it was for its last round.
-        own = FinalModel(files, store).own_model(w, files.last_round(plan.rounds))
+        own = own_model(files, store, w, files.last_round(plan.rounds))
     found = own_records(files)
     x, y = found.records.x, found.records.y
     whose = number_persons(found.whose, np.arange(len(y)))
@@ -90,51 +86,35 @@ def personalise_site(directory: Path, model: Path | None = None) -> Personal:
     path = directory / "personal.safetensors"
     if not tuned.choice.tune:
         path.unlink(missing_ok=True)
-        return Personal(name, on_own_parts(by_itself, tuned), None)
+        return on_own_parts(by_itself, tuned), None
     flat.load(tuned.w)
     marked = {"privacy": NOT_PRIVATE, "run": federation.run, "site": name}
     write_whole(path, save_tensors(state_of(module), metadata=marked))
-    return Personal(name, on_own_parts(by_itself, tuned), str(path))
+    return on_own_parts(by_itself, tuned), str(path)
 
 
 _log = logging.getLogger("fedpact.site")
 
 
-@dataclass(frozen=True)
-class Progress:
-    """A site's progress. round, seconds: of the last answer. refusals: code -> count."""
-
-    run: str = ""
-    round: int = 0
-    answers: int = 0
-    seconds: float = 0.0
-    refusals: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    @staticmethod
-    def of(run: str, block: bytes | None) -> "Progress":
-        """Read a run's from a site's store; empty if missing or of an earlier run."""
-        found = Progress(**json.loads(block or b"{}"))
-        return found if found.run == run else Progress(run)
-
-
-PROGRESS: Final = "progress"
+def read_progress(block: bytes | None) -> dict[str, Any]:
+    """Return a site's progress in a run: of the last answer the round and the seconds; counts."""
+    return {"round": 0, "answers": 0, "seconds": 0.0, "refusals": {}} | json.loads(block or b"{}")
 
 
 def count_answer(store: Store, run: str, answer: Reply | Refusal | Step, seconds: float) -> None:
     """Count a site's answer. A full disk is only logged, as nothing depends on this count."""
-    before = Progress.of(run, store.read(PROGRESS))
-    refusals = Counter(before.refusals)
+    found = read_progress(store.read(f"{run}/progress"))
+    refusals = Counter(found["refusals"])
     if isinstance(answer, Refusal):
         refusals[answer.code] += 1
-    last = max(before.round, answer.round)
-    found = Progress(run, last, before.answers + 1, seconds, dict(refusals))
+    found |= {"round": max(found["round"], answer.round), "answers": found["answers"] + 1}
+    found |= {"seconds": seconds, "refusals": refusals}
     try:
-        store.write(PROGRESS, json.dumps(asdict(found)).encode())
+        store.write(f"{run}/progress", json.dumps(found).encode())
     except OSError as error:
         _log.warning("the progress is not written: %s", error)
 
 
-FIGURES: Final = "figures"
 _KEY_FILE: Final = "held-out.key"
 _KEY_BYTES: Final = 32
 
@@ -223,27 +203,23 @@ class Examiner:
         try:
             ended = task.algorithm in (EVALUATION, FINAL)
             after = task.round if ended else task.round - 1
-            form = self.form.whole
             w, by = find_examined(self._plan.method, task, memory)
-            sums = self._held.totals(form, bench.private, w, by)
-            known = json.loads(self._store.read(FIGURES) or b'{"rounds": {}}')
-            of_run = known["rounds"] if known.get("run") == task.run else {}
-            of_run[str(after)] = {channel: total.tolist() for channel, total in sums.items()}
-            settings = form.settings.model_dump(mode="json")
-            named = {"classes": form.classes, "groups": form.groups, "unit": form.unit}
-            found = {"run": task.run, "settings": settings, **named, "rounds": of_run}
-            self._store.write(FIGURES, json.dumps(found).encode())
+            sums = self._held.totals(self.form.whole, bench.private, w, by)
+            name = f"{task.run}/figures"
+            known = json.loads(self._store.read(name) or b"{}")
+            known[str(after)] = {channel: total.tolist() for channel, total in sums.items()}
+            self._store.write(name, json.dumps(known).encode())
         except Exception as error:  # no answer may depend on it
             _log.warning("the owner's exact figures are not stored: %s", type(error).__name__)
 
 
 def own_figures(directory: Path, run: str) -> dict[str, Any] | None:
-    """Return the exact sums by round for a site's owner, with their format.
+    """Return the exact sums by round for a site's owner, of SumsForm.whole.
 
     None: no record is held out, or no round has ended. Raises DataError: a damaged store.
     """
-    found = json.loads(read_store(directory, FIGURES) or b"{}")
-    return found if found.get("run") == run else None
+    found = read_store(directory, f"{run}/figures")
+    return None if found is None else {"rounds": json.loads(found)}
 
 
 def find_examiner_key(directory: Path, ledger: Path, run: str) -> bytes | None:

@@ -38,7 +38,7 @@ from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.server import FILE as HANDED_OVER
 from fedpact.deployment.signatures import read_approvals
-from fedpact.deployment.site_evaluation import PROGRESS, Progress
+from fedpact.deployment.site_evaluation import read_progress
 from fedpact.deployment.site_records import SiteSettings
 from fedpact.deployment.store import read_store
 from fedpact.evaluation.intervals import released_so_far
@@ -222,13 +222,13 @@ def _site(directory: Path) -> Document:
     settings = SiteSettings.read(directory)
     federation = Federation.read(directory / "federation.toml")
     plan, path = read_json_table(directory / "plan.json"), directory / settings.ledger
-    progress = Progress.of(federation.run, read_store(directory, PROGRESS))
+    progress = read_progress(read_store(directory, f"{federation.run}/progress"))
     ledger = _ledger(path, path.stat().st_mtime_ns) if path.exists() else {"runs": {}, "entries": 0}
     ended = read_ending(directory, federation.run) is not None
-    running, begun = is_held(directory), "running" if progress.answers else "no answer yet"
+    running, begun = is_held(directory), "running" if progress["answers"] else "no answer yet"
     to_do = [
         f"It refused {count_noun(n, 'task')} ({c}): it {REASONS.get(c, 'logs the reason')}."
-        for c, n in progress.refusals.items()
+        for c, n in progress["refusals"].items()
     ]
     if missing := read_approvals(directory).missing:
         to_do.append(
@@ -244,11 +244,8 @@ def _site(directory: Path) -> Document:
         "algorithm": plan.get("algorithm"),
         "state": "ended: the final model is here" if ended else begun,
         "ended": ended,
-        "round": progress.round,
         "rounds": plan.get("rounds"),
-        "answers": progress.answers,
-        "refusals": dict(progress.refusals),
-        "seconds": progress.seconds,
+        **progress,
         "ledger_entries": ledger["entries"],
         "adjacency": ledger.get("adjacency"),
         "ledger": {

@@ -4,7 +4,7 @@
     RUN/memory                  the algorithm's memory for a run (client.Client)
     opened                      the sites of the last sum that this site helped to open, with secure
                                 aggregation; created at the first opening, then required
-    progress, figures           counts of answers, and exact sums after each round, for the owner
+    RUN/progress, RUN/figures   counts of answers, and exact sums after each round, for the owner
                                 alone: no message contains them
 
 A killed process leaves the state before or after a transaction. The ledger is a separate file that

@@ -218,7 +218,7 @@ def status(directory: Where, as_json: AsJson = False) -> None:
     from fedpact.deployment import local
 
     found = {**local.inspect_deployment(directory), "released": _list_released(directory)}
-    show(found, as_json, lambda: _print(found))
+    show(found, as_json, lambda: _print(directory, found))
 
 
 def _list_released(directory: Path) -> list[str]:
@@ -294,10 +294,9 @@ def model(
     ] = None,
 ) -> None:
     """Give the final model to a site that was offline when the server sent it."""
-    from fedpact.deployment.final_model import FinalModel
+    from fedpact.deployment.final_model import bring
 
-    with FinalModel.of(directory) as own:
-        place = own.bring(source)
+    place = bring(directory, source)
     plain_console().print(f"{place}: use it with `fedpact predict {directory} FILE`")
 
 
@@ -350,10 +349,10 @@ def _follow(directory: Path, here: local.Parties) -> None:
             f"{local.last_log_lines(directory, local.SERVER)}; see "
             f"{directory / 'server' / 'log.txt'}"
         )
-    _print({**found, "released": _list_released(directory)})
+    _print(directory, {**found, "released": _list_released(directory)})
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(directory: Path, found: dict[str, Any]) -> None:
     from fedpact.common.messages import RoundRecord
     from fedpact.deployment.server import describe_round
 
@@ -379,7 +378,7 @@ def _print(found: dict[str, Any]) -> None:
         for name, words in found["ended"].items():
             out.print(f"{name} has ended: {words}")
     if found["own_figures"]:
-        _print_own(out, found["own_figures"])
+        _print_own(out, directory, found["own_figures"]["rounds"])
     out.print(f"(ε, δ), adjacency: {found['adjacency']}; accountant best of PLD and RDP.")
     if found["evaluations"]:
         cost, delta = map(upper, found["evaluations"])
@@ -402,14 +401,13 @@ def _spend(ledger: Mapping[str, Any] | None, run: str) -> tuple[str, ...]:
     return (*(upper(found[figure]) for figure in (*figures, "delta")), str(ledger["entries"]))
 
 
-def _print_own(out: Console, own: dict[str, Any]) -> None:
-    from fedpact.evaluation.held_out import EvaluationSettings, SumsForm
+def _print_own(out: Console, site: Path, rounds: Mapping[str, Any]) -> None:
+    from fedpact.deployment.site_records import SiteFiles
     from fedpact.evaluation.intervals import exact_figures
 
-    settings = EvaluationSettings.model_validate(own["settings"])
-    form = SumsForm(settings, tuple(own["classes"]), tuple(own["groups"]), own["unit"])
-    rounds = sorted(own["rounds"].items(), key=lambda each: int(each[0]))
-    figures = {name: exact_figures(sums, form) for name, sums in rounds}
+    files = SiteFiles.read(site)
+    form = files.federation.form(files.plan).whole
+    figures = {n: exact_figures(rounds[n], form) for n in sorted(rounds, key=int)}
     last = [*figures.values()][-1]
     of_all = [f.name for f in last if not f.of_part]
     rows = [
@@ -417,7 +415,7 @@ def _print_own(out: Console, own: dict[str, Any]) -> None:
     ]
     print_table(out, ("after round", *of_all), rows)
     rows = [(f"{f.name}, {f.about}", f"{f.value:.4g}") for f in last if f.of_part]
-    print_table(out, ("", f"round {rounds[-1][0]}"), rows)
+    print_table(out, ("", f"round {[*figures][-1]}"), rows)
     out.print(
         "Exact figures of this site's held-out records, for its owner only: no message contains "
         "them, and passing them on is a release that no budget covers."

@@ -59,10 +59,12 @@ def personalise(
 
 def _at_site(directory: Path, model: Path | None, as_json: bool) -> None:
     from fedpact.deployment.site_evaluation import personalise_site
+    from fedpact.deployment.site_records import SiteSettings
 
-    found = personalise_site(directory, model)
-    document = {**asdict(found.figures), "joining": found.figures.gain.verdict, "file": found.file}
-    show(document, as_json, lambda: _print_site(found.site, found.figures, found.file))
+    figures, file = personalise_site(directory, model)
+    document = {**asdict(figures), "joining": figures.gain.verdict, "file": file}
+    name = SiteSettings.read(directory).name
+    show(document, as_json, lambda: _print_site(name, figures, file))
 
 
 def _print_run(run: RunSummary) -> None:
