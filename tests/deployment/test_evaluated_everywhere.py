@@ -11,8 +11,8 @@ from tests.deployment.test_columns import RELEASED, table
 from tests.evaluation.people import people
 
 from fedpact.common.messages import EVALUATION, Reply, Task, from_bytes
-from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
+from fedpact.deployment.snapshot import inspect_deployment
 from fedpact.plan import Plan
 from fedpact.report.evaluations import why_none
 from fedpact.report.page import write_page

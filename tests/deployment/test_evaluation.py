@@ -14,9 +14,9 @@ from fedpact.cli.main import app
 from fedpact.common.errors import LedgerError, PlanError, PolicyRefused
 from fedpact.common.messages import EVALUATION, Refusal, Reply, Task, from_bytes
 from fedpact.deployment.admission import LedgerRegistry
-from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_records import own_records
+from fedpact.deployment.snapshot import inspect_deployment
 from fedpact.evaluation.held_out import digest_records
 from fedpact.privacy.accounting.accountant import ADJACENCY_BY_UNIT, SampledGaussian, epsilon
 from fedpact.privacy.ledger.hash_chain import read_entries

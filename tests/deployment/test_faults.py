@@ -19,6 +19,7 @@ from tests.deployment.grid import allow
 from tests.waiting import wait_for
 
 from fedpact.deployment import local
+from fedpact.deployment.snapshot import inspect_deployment
 from fedpact.privacy.ledger.receipt import receipt
 
 # Far beyond what it takes: rounds are to wait for whoever was killed.
@@ -83,7 +84,7 @@ class Federation:
     def finish(self, rounds):
         """Wait for the end, which nobody helps to come; look at what it is."""
         wait_for(lambda: not self.runs("server"), self.directory)
-        assert local.inspect_deployment(self.directory)["status"] == "finished"
+        assert inspect_deployment(self.directory)["status"] == "finished"
         assert self.committed() == rounds
         # Whoever was not ended by us has not ended.
         assert all(map(self.runs, self.names))

@@ -17,6 +17,7 @@ from benchmarks import deployment
 from fedpact.deployment import keys, local, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
+from fedpact.deployment.snapshot import inspect_deployment
 from fedpact.plan import Plan
 from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.simulation.simulate import simulate
@@ -47,7 +48,7 @@ def finished(make, elsewhere):
         knocked["a site's long header"] = flood(directory, number, site, "X: ")
         here.start()
         wait_for(lambda: not here.runs("server"), directory)
-        return directory, knocked, local.inspect_deployment(directory)
+        return directory, knocked, inspect_deployment(directory)
     finally:
         here.stop()
         for path in directory.rglob("log.txt"):
@@ -141,8 +142,8 @@ def simulated(directory, out):
 
 def check_that_it_ended_and_nobody_was_missed(found):
     assert found["status"] == "finished"
-    assert found["round"]["round"] == PLAN["rounds"]
-    assert found["round"]["refused"] == {}
+    assert found["round"] == PLAN["rounds"]
+    assert not any(site["refusals"] for site in found["sites"].values())
 
 
 def check_the_model_bit_for_bit(directory, simulated):
@@ -236,7 +237,7 @@ def check_that_its_log_and_flowers_files_are_its_owners(site):
 
 
 def check_that_nothing_is_left_running(directory):
-    found = local.inspect_deployment(directory)
+    found = inspect_deployment(directory)
     assert not any(found["running"].values())
     for name, where in local.parties(directory).items():
         for process in Path("/proc").glob("[0-9]*/cwd"):

@@ -20,11 +20,10 @@ from fedpact.common.errors import DataError, PlanError
 from fedpact.common.messages import FINAL, Refusal, Reply, Task, from_bytes
 from fedpact.deployment import final_model
 from fedpact.deployment.final_model import bring, describe_ending, keep, read_ending
-from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_evaluation import personalise_site
 from fedpact.deployment.site_records import SiteFiles
-from fedpact.deployment.snapshot import take_snapshot
+from fedpact.deployment.snapshot import inspect_deployment, take_snapshot
 from fedpact.deployment.store import Store
 from fedpact.privacy.ledger.ledger import Ledger
 from fedpact.privacy.ledger.receipt import receipt
@@ -111,10 +110,10 @@ def test_model_and_figures_of_an_earlier_run_are_not_this_ones(federate):
     site = run.nodes[0].directory
     found = inspect_deployment(site)
     assert [*found["own_figures"]["rounds"]] == ["0", "1"]
-    assert found["status"] == "ended; the final model is here"
+    assert found["state"] == "ended: the final model is here"
     change(site / "federation.toml", f'run = "{found["run"]}"', 'run = "another"')
     found = inspect_deployment(site)
-    assert (found["own_figures"], found["status"]) == (None, "known to the server")
+    assert (found["own_figures"], found["ended"]) == (None, False)
     with pytest.raises(PlanError, match=r"of run 'fedavg-.*is for run 'another'"):
         personalise_site(site)
     for source in (None, site / "run" / "model.safetensors"):
@@ -164,7 +163,6 @@ def test_a_site_killed_before_its_model_is_written_has_none(site_dir, monkeypatc
         with pytest.raises(Killed):
             site.handle(Task("next", 5, FINAL, {"w": w}, {}, 5))
         assert site.ending is None
-    assert inspect_deployment(site_dir)["status"] == "known to the server"
     assert not take_snapshot(site_dir)["ended"]
 
 

@@ -16,7 +16,6 @@ from tests.browser import chromium, look
 from typer.testing import CliRunner
 
 import fedpact
-from fedpact.cli.commands import deploy
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError
 from fedpact.common.format import percent
@@ -143,23 +142,14 @@ def test_released_values_are_shown_during_the_run(finished, unended):
         if f["name"] == "accuracy"
     ]
     assert of_sites["points"] == known
-    majority, worst = told["compared"]
-    assert majority.startswith("after round 2: ")
+    figures, majority, worst = told["compared"]
+    (whole,) = (f for f in summary["figures"] if (f["name"], f["about"]) == ("accuracy", "all"))
+    assert f"accuracy {percent(whole['value'])}" in figures
+    assert majority.startswith("after round 2, as released: ")
     assert repr(summary["commonest"]["name"]) in majority
     by_class = [f for f in summary["figures"] if f["name"] == "accuracy" and f["of_part"]]
     lowest = min((f for f in by_class if f["high"] - f["low"] < 1), key=lambda f: f["value"])
     assert lowest["about"] in worst
-
-
-def test_status_names_the_majority_class_and_the_worst(finished, tmp_path):
-    shutil.copytree(finished.folder, tmp_path / "server" / "run")
-    (tmp_path / "server" / "federation.toml").touch()
-    figures, *compared = deploy._list_released(tmp_path)
-    assert compared == take_snapshot(finished.folder)["compared"]
-    assert len(compared) == 2
-    whole = finished.summary["evaluation"]["figures"]
-    (whole,) = (f for f in whole if (f["name"], f["about"]) == ("accuracy", "all"))
-    assert f"accuracy {percent(whole['value'])}" in figures
 
 
 @pytest.mark.parametrize("code", ["absent", "unheard of"])

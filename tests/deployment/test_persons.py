@@ -9,9 +9,9 @@ from tests.privacy.test_persons import table
 from fedpact.common.errors import PlanError
 from fedpact.common.messages import Task
 from fedpact.deployment.federation import Federation, read_plan
-from fedpact.deployment.local import inspect_deployment
 from fedpact.deployment.site import Site
 from fedpact.deployment.site_records import SiteFiles, own_records
+from fedpact.deployment.snapshot import inspect_deployment
 from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate

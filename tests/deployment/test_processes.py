@@ -20,6 +20,7 @@ from fedpact.deployment.flower import program
 from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.flower.internals import SuperLink
 from fedpact.deployment.site import Site
+from fedpact.deployment.snapshot import inspect_deployment
 
 PARTY = """
 import fcntl, signal, sys
@@ -49,13 +50,13 @@ def test_parties_end_with_the_block_that_started_them(deployment, monkeypatch):
         numbers = here.start("site-00")
         assert here.start() == {**numbers, **here.start()}
         # Whoever looks sees it, whoever has started it; of the whole, and of one party.
-        assert all(local.inspect_deployment(deployment)["running"].values())
+        assert all(inspect_deployment(deployment)["running"].values())
         site = deployment / "sites" / "site-00"
-        assert local.inspect_deployment(site)["running"] == {"site-00": True}
+        assert inspect_deployment(site)["running"] == {"site-00": True}
         here.stop("site-00")
-        assert local.inspect_deployment(deployment)["running"]["site-00"] is False
+        assert inspect_deployment(deployment)["running"]["site-00"] is False
         assert here.runs("site-01")
-    assert not any(local.inspect_deployment(deployment)["running"].values())
+    assert not any(inspect_deployment(deployment)["running"].values())
 
 
 def test_a_party_that_stays_is_killed(deployment, monkeypatch):
@@ -63,7 +64,7 @@ def test_a_party_that_stays_is_killed(deployment, monkeypatch):
     monkeypatch.setattr(local, "_GRACE_SECONDS", 0.1)
     with local.Parties(deployment) as here:
         here.start("site-00")
-    assert local.inspect_deployment(deployment)["running"]["site-00"] is False
+    assert inspect_deployment(deployment)["running"]["site-00"] is False
 
 
 def test_waiting_ends_when_no_site_is_left(deployment, monkeypatch, capsys):
@@ -94,7 +95,7 @@ def test_the_end_of_a_process_is_told_by_its_code(code, words):
     assert words in local.describe_end(code)
 
 
-@pytest.mark.parametrize("act", [local.Parties, local.inspect_deployment])
+@pytest.mark.parametrize("act", [local.Parties, inspect_deployment])
 def test_a_mistyped_directory_is_reported_and_not_created(tmp_path, act):
     (tmp_path / "empty").mkdir()
     for name in ("nowhere", "empty"):

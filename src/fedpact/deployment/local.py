@@ -1,4 +1,4 @@
-"""A trial federation on this machine: starts its parties as child processes, reads their state."""
+"""A trial federation on this machine: starts its parties as child processes."""
 
 import ctypes
 import os
@@ -8,18 +8,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from fedpact.common.errors import DataError, FedpactError, TransportLost
-from fedpact.common.files import parse_errors, private_opener, safe_name
-from fedpact.common.messages import RoundRecord
-from fedpact.common.run_folder import RUN, Folder
+from fedpact.common.files import private_opener, safe_name
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.final_model import read_ending
-from fedpact.deployment.flower.health import is_held
-from fedpact.deployment.site_evaluation import own_figures
-from fedpact.deployment.site_records import SiteSettings, read_receipt
-from fedpact.plan import Plan
+from fedpact.deployment.site_records import SiteSettings
 
 _GRACE_SECONDS = 10.0
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
@@ -90,47 +84,6 @@ class Parties:
             child.wait()
 
 
-def inspect_deployment(directory: Path) -> dict[str, Any]:
-    """Return the running parties, the last committed round, and the ledgers on this machine.
-
-    evaluations: their (ε, δ) for a held-out record; None if nothing is released. ended: the last
-    log line of each party that ran here and has ended.
-    """
-    places = parties(directory)
-    running = {name: is_held(where) for name, where in places.items()}
-    server = places.get(SERVER)
-    any_party = next(iter(places.values()))
-    plan = Plan.read(any_party / "plan.json")
-    federation, once = Federation.read(any_party / "federation.toml"), plan.evaluation_terms
-    if server is None:  # a site knows only whether it has the final model
-        ended = read_ending(any_party, federation.run) is not None
-        status = "ended; the final model is here" if ended else "known to the server"
-    else:
-        folder = Folder(server / RUN)
-        ended = (folder.path / "summary.json").exists()
-        status = folder.read_json("summary.json")["status"] if ended else "not ended"
-    return {
-        "run": federation.run,
-        "adjacency": plan.privacy.adjacency,
-        "evaluations": [once.budget.epsilon, once.budget.delta] if once else None,
-        "running": running,
-        "ended": {
-            name: last_log_lines(directory, name)
-            for name, where in places.items()
-            if not running[name] and (where / "log.txt").exists()
-        },
-        "round": last_round(server) if server else None,
-        "status": status,
-        # Only in a site's own directory, so that no one else sees these figures by accident.
-        "own_figures": own_figures(directory, federation.run) if server is None else None,
-        "ledgers": {
-            name: read_receipt(where / SiteSettings.read(where).ledger)
-            for name, where in places.items()
-            if name != SERVER
-        },
-    }
-
-
 _ENDS: Final = {
     0: "has ended",
     1: "has ended with code 1, a fault of fedpact: see log.txt",
@@ -159,15 +112,18 @@ def last_log_lines(directory: Path, name: str) -> str:
 
 
 def _spawn(name: str, where: Path) -> subprocess.Popen[bytes]:
-    """Start a party's process in a separate session, so that Ctrl-C does not reach it."""
+    """Start a party's process in a separate session, so that Ctrl-C does not reach it.
+
+    A server prints its rounds where this process prints; all else goes to log.txt.
+    """
     kind = "server" if name == SERVER else "site"
     with open(where / "log.txt", "ab", opener=private_opener) as log:
         return subprocess.Popen(
             [sys.executable, "-m", "fedpact", "deploy", kind, str(where)],
             env={**os.environ, "NO_COLOR": "1"},  # its log is shown elsewhere, too
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            stdout=None if name == SERVER else log,
+            stderr=log,
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
@@ -177,16 +133,3 @@ def die_with_parent() -> None:
     """Have a child killed when its parent ends (Linux), as subprocess.Popen(preexec_fn=...)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGKILL)
-
-
-def last_round(server: Path) -> dict[str, Any] | None:
-    """Return what is shown of a server's last committed round; None before the first."""
-    path = server / "run" / "rounds.jsonl"
-    # An incomplete last line is being written, or belongs to a server that was killed.
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    if not lines:
-        return None
-    with parse_errors(path, "start the server, which reports the fault in detail"):
-        record = RoundRecord.from_json(lines[-1].decode())
-    shown = ("round", "accuracy", "loss", "epsilon", "epsilon_alone", "refused", "seconds")
-    return {name: getattr(record, name) for name in shown}

@@ -26,24 +26,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final, cast
 
-from rich.console import Console
-
 from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import read_json_table
 from fedpact.common.format import against_majority_class, count_noun
 from fedpact.common.messages import REASONS, RoundRecord
-from fedpact.common.run_folder import WAITS, folder_of_run
+from fedpact.common.run_folder import RUN, WAITS, folder_of_run
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.health import is_held
+from fedpact.deployment.local import SERVER, last_log_lines, parties
 from fedpact.deployment.server import FILE as HANDED_OVER
 from fedpact.deployment.signatures import read_approvals
-from fedpact.deployment.site_evaluation import read_progress
-from fedpact.deployment.site_records import SiteSettings
+from fedpact.deployment.site_evaluation import own_figures, read_progress
+from fedpact.deployment.site_records import SiteSettings, read_receipt
 from fedpact.deployment.store import read_store
 from fedpact.evaluation.intervals import released_so_far
+from fedpact.plan import Plan
 from fedpact.privacy.ledger.receipt import receipt
-from fedpact.report.evaluations import compare_with_classes
+from fedpact.report.evaluations import compare_with_classes, describe_figures
 from fedpact.report.run_summary import RunSummary, read_run
 from fedpact.report.template import page
 
@@ -64,6 +64,41 @@ def take_snapshot(directory: Path) -> Document:
     return _run(*find_run(directory))
 
 
+def inspect_deployment(directory: Path) -> Document:
+    """Return the snapshot with what only owners see: ledgers, and a site's exact figures.
+
+    running: which parties run here. stopped: the last log line of each that ran here and does not.
+    evaluations: their (ε, δ) for a held-out record; None if nothing is released.
+    """
+    places = parties(directory)
+    any_party = next(iter(places.values()))
+    plan = Plan.read(any_party / "plan.json")
+    run, once = Federation.read(any_party / "federation.toml").run, plan.evaluation_terms
+    seen: Document = {"state": "not begun", "ended": False, "round": 0, "rounds": plan.rounds}
+    if SERVER not in places or (places[SERVER] / RUN / "privacy.json").exists():
+        seen = take_snapshot(directory)
+    running = {name: is_held(where) for name, where in places.items()}
+    return {
+        **seen,
+        "run": run,
+        "adjacency": plan.privacy.adjacency,
+        "evaluations": [once.budget.epsilon, once.budget.delta] if once else None,
+        "running": running,
+        "stopped": {
+            name: last_log_lines(directory, name)
+            for name, where in places.items()
+            if not running[name] and (where / "log.txt").exists()
+        },
+        # Only in a site's own directory, so that no one else sees these figures by accident.
+        "own_figures": None if SERVER in places else own_figures(directory, run),
+        "ledgers": {
+            name: read_receipt(where / SiteSettings.read(where).ledger)
+            for name, where in places.items()
+            if name != SERVER
+        },
+    }
+
+
 def find_run(directory: Path) -> tuple[Path, Path]:
     """Return the directory that a run belongs to (a server's, or the run's own), and its folder.
 
@@ -80,11 +115,6 @@ def find_run(directory: Path) -> tuple[Path, Path]:
     return directory, folder
 
 
-def find_released(run: RunSummary) -> Document | None:
-    """Return the evaluations that sites have released so far; None if there are none."""
-    return run.released or released_so_far(run.records, run.privacy.get("evaluation"))
-
-
 def _run(party: Path, folder: Path) -> Document:
     if not (folder / "privacy.json").exists():
         raise DataError(f"the run in {folder} is being set up: look again in a moment")
@@ -94,12 +124,14 @@ def _run(party: Path, folder: Path) -> Document:
     begun = (folder / "rounds.jsonl").exists()
     said = "running" if begun else "waiting for the first round"
     state = run.ended if ended else said if held else "interrupted"
-    released, planned = find_released(run), int(run.plan["rounds"])
+    released = run.released or released_so_far(run.records, run.privacy.get("evaluation"))
+    planned = int(run.plan["rounds"])
     recent = [record.seconds for record in run.records[1:][-_RECENT:]]
     missing = _missing(run.records, waits)
     sites = {
         site: {
             "epsilon_spent": last.epsilon.get(site),
+            "epsilon_alone_spent": last.epsilon_alone.get(site),
             **{name: terms and getattr(terms, name) for name in _TERMS},
             "seconds": told.get("seconds"),
             "waiting": not ended and bool(told.get("waiting")),
@@ -180,15 +212,12 @@ def _curves(run: RunSummary, released: Document | None) -> list[Document]:
 
 
 def _compare(run: RunSummary, released: Document | None) -> list[str]:
+    """Return what was learned, beside the commonest class; of released figures also the worst."""
     if released is not None:
-        return describe_released(released)
+        told = [describe_figures(released["figures"]), *compare_with_classes(released)]
+        return [f"after round {released['round']}, as released: {one}" for one in told]
     told = against_majority_class(run.accuracy, run.summary.get("commonest"))
     return [f"after round {run.evaluated[-1].round}: {told}"] if told else []
-
-
-def describe_released(released: Document) -> list[str]:
-    """Return how released figures compare with the commonest class, and the worst class's."""
-    return [f"after round {released['round']}: {told}" for told in compare_with_classes(released)]
 
 
 def _to_do(
@@ -422,18 +451,3 @@ def _handler(directory: Path) -> type[BaseHTTPRequestHandler]:
             """Do not log requests."""
 
     return Handler
-
-
-def watch(directory: Path, port: int, as_json: bool) -> None:
-    """Run `fedpact watch`."""
-    out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    if as_json:
-        out.print(encode_json(take_snapshot(directory)))
-        return
-    with create_server(directory, port) as server:
-        where = address(server)
-        out.print(f"{where} shows {directory}, {where}metrics is for Prometheus; Ctrl-C ends it")
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            out.print("ended")

@@ -215,30 +215,10 @@ def up(
 @app.command()
 def status(directory: Where, as_json: AsJson = False) -> None:
     """Show which parties run, the round, and what each site has spent."""
-    from fedpact.deployment import local
+    from fedpact.deployment.snapshot import inspect_deployment
 
-    found = {**local.inspect_deployment(directory), "released": _list_released(directory)}
+    found = inspect_deployment(directory)
     show(found, as_json, lambda: _print(directory, found))
-
-
-def _list_released(directory: Path) -> list[str]:
-    """Return the released figures, and how they compare with the most frequent class.
-
-    Empty at a site.
-    """
-    from fedpact.deployment.snapshot import describe_released, find_released, find_run
-    from fedpact.report.evaluations import describe_figures
-    from fedpact.report.run_summary import read_run
-
-    if (directory / "site.toml").exists():
-        return []
-    folder = find_run(directory)[1]
-    begun = all((folder / name).exists() for name in ("plan.json", "rounds.jsonl"))
-    released = find_released(read_run(folder)) if begun else None
-    if released is None:
-        return []
-    figures = f"after round {released['round']}: {describe_figures(released['figures'])}"
-    return [figures, *describe_released(released)]
 
 
 @app.command()
@@ -316,23 +296,18 @@ def _approve_all(sites: Sequence[Path], yes: bool) -> None:
 
 
 def _follow(directory: Path, here: local.Parties) -> None:
-    from fedpact.common.messages import RoundRecord
+    """Wait for the server, which prints its rounds, and say how each party has ended."""
     from fedpact.deployment import local
-    from fedpact.deployment.server import describe_round
+    from fedpact.deployment.snapshot import inspect_deployment
 
-    seen, out, told = -1, plain_console(), {local.SERVER}
+    out, told = plain_console(), {local.SERVER}
     places = local.parties(directory)
     while True:
-        # In this order, so that the server's last round is not missed.
         ended = {name for name in places if not here.runs(name)}
         for name in sorted(ended - told):
             out.print(f"{name} {local.describe_end(here.exit_code(name))}")
             out.print(f"  its last line: {local.last_log_lines(directory, name)}")
         told |= ended
-        last = local.last_round(places[local.SERVER])
-        if last is not None and last["round"] != seen:
-            seen = last["round"]
-            out.print(describe_round(RoundRecord(**last)))
         if local.SERVER in ended:
             break
         # A site's process runs until it is stopped, so missing ones have failed.
@@ -342,40 +317,35 @@ def _follow(directory: Path, here: local.Parties) -> None:
                 "fix them, then start again"
             )
         time.sleep(_POLL_SECONDS)
-    found = local.inspect_deployment(directory)
-    if found["status"] == "not ended":
+    found = inspect_deployment(directory)
+    if not found["ended"]:
         raise FedpactError(
             f"the server {local.describe_end(here.exit_code(local.SERVER))}; its last line: "
             f"{local.last_log_lines(directory, local.SERVER)}; see "
             f"{directory / 'server' / 'log.txt'}"
         )
-    _print(directory, {**found, "released": _list_released(directory)})
+    _print(directory, found)
 
 
 def _print(directory: Path, found: dict[str, Any]) -> None:
-    from fedpact.common.messages import RoundRecord
-    from fedpact.deployment.server import describe_round
-
     out = plain_console()
-    last = found["round"]
-    at = "" if last is None else "; " + describe_round(RoundRecord(**last))
-    out.print(f"run {found['run']}: {found['status']}{at}")
-    for told in found["released"]:
-        out.print(f"as the sites released it, {told}")
+    out.print(f"run {found['run']}: {found['state']}, round {found['round']} of {found['rounds']}")
+    for told in (*found.get("compared", ()), *found.get("to_do", ())):
+        out.print(told)
     rows = [
         (name, "runs" if runs else "-", *_spend(found["ledgers"].get(name), found["run"]))
         for name, runs in found["running"].items()
     ]
-    last = last or {"epsilon": {}, "epsilon_alone": {}}
-    for name, epsilon in last["epsilon"].items():
-        if name not in found["running"]:
+    for name, site in found.get("sites", {}).items():
+        if name not in found["running"] and site["epsilon_spent"] is not None:
             # Its ledger is on another machine: show the server's count.
-            alone = last["epsilon_alone"].get(name, epsilon)
-            rows.append((name, "elsewhere", upper(epsilon), "", upper(alone), "", "", ""))
+            spent, alone = site["epsilon_spent"], site["epsilon_alone_spent"]
+            alone = upper(spent if alone is None else alone)
+            rows.append((name, "elsewhere", upper(spent), "", alone, "", "", ""))
     columns = ("party", "here", "ε spent", "of ε", "alone", "of", "δ", "ledger entries")
     print_table(out, columns, rows)
-    if found["status"] in ("not ended", "known to the server"):
-        for name, words in found["ended"].items():
+    if not found["ended"]:
+        for name, words in found["stopped"].items():
             out.print(f"{name} has ended: {words}")
     if found["own_figures"]:
         _print_own(out, directory, found["own_figures"]["rounds"])

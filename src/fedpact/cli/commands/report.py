@@ -64,7 +64,17 @@ def watch(
     """Show a run live in the browser: rounds, ε by site, bytes, slow sites."""
     from fedpact.deployment import snapshot
 
-    snapshot.watch(directory, port, as_json)
+    out = plain_console()
+    if as_json:
+        out.print(snapshot.encode_json(snapshot.take_snapshot(directory)))
+        return
+    with snapshot.create_server(directory, port) as server:
+        where = snapshot.address(server)
+        out.print(f"{where} shows {directory}, {where}metrics is for Prometheus; Ctrl-C ends it")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            out.print("ended")
 
 
 def predict(
