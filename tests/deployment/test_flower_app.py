@@ -23,7 +23,7 @@ from fedpact.cli.main import app
 from fedpact.common.errors import FedpactError
 from fedpact.common.messages import from_bytes
 from fedpact.deployment.flower import flower_records
-from fedpact.deployment.flower.health import find_outage
+from fedpact.deployment.flower.program import find_outage
 from fedpact.deployment.flower.server_process import APP, AppGrid, coordinate
 from fedpact.deployment.flower.site_process import listen
 from fedpact.deployment.local import die_with_parent

@@ -27,7 +27,7 @@ from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, TransportLost
 from fedpact.deployment import packaging, processes
 from fedpact.deployment.federation import Federation
-from fedpact.deployment.flower.health import find_outage
+from fedpact.deployment.flower.program import find_outage
 from fedpact.deployment.local import die_with_parent
 from fedpact.deployment.site_records import SiteSettings, read_receipt
 

@@ -17,8 +17,8 @@ from fedpact.common.files import only_one
 from fedpact.deployment import local, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
-from fedpact.deployment.flower.health import is_held
 from fedpact.deployment.flower.internals import SuperLink
+from fedpact.deployment.flower.program import is_held
 from fedpact.deployment.site import Site
 from fedpact.deployment.snapshot import inspect_deployment
 

@@ -24,7 +24,7 @@ from fedpact.deployment.files import (
     write_deployment,
 )
 from fedpact.deployment.flower import flower_records
-from fedpact.deployment.flower.health import find_outage
+from fedpact.deployment.flower.program import find_outage
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy

@@ -34,6 +34,7 @@ from fedpact.data.tokens import is_tokens
 from fedpact.evaluation.held_out import Grouping, SumsForm
 from fedpact.plan import Plan
 from fedpact.privacy.terms import Terms
+from fedpact.simulation.secure_aggregation.encoding import Coding, coding_of
 from fedpact.simulation.workshop import TrainingSetup
 
 _FROZEN = ConfigDict(
@@ -260,6 +261,11 @@ class Federation(BaseModel):
     def stage(self, plan: Plan, at: Path) -> FeatureStage:
         """Return the preparation from a party's records to the model's input."""
         return plan.stage(at, self.records)
+
+    def coding(self, plan: Plan) -> Coding:
+        """Return how vectors are encoded under secure aggregation."""
+        sizes = {name: float(member.size) for name, member in self.sites.items()}
+        return coding_of(plan, sizes, self.terms(plan))
 
     def example(self) -> Tensor:
         """Return a record of zeros."""

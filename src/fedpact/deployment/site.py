@@ -58,7 +58,6 @@ from fedpact.common.randomness.secure import SecureDraws
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.common.run_folder import RUN
 from fedpact.deployment.final_model import describe_ending, keep, read_ending
-from fedpact.deployment.secure import masker_of
 from fedpact.deployment.signatures import check_approved
 from fedpact.deployment.site_evaluation import Examiner, count_answer
 from fedpact.deployment.site_records import SiteFiles, own_records
@@ -78,6 +77,10 @@ from fedpact.privacy.oracle import Charge, Oracle, PrivateOracle, Records
 from fedpact.privacy.policy import Policy, sum_reservations
 from fedpact.privacy.terms import check_grid
 from fedpact.simulation.machine import device_of
+from fedpact.simulation.secure_aggregation import keys
+from fedpact.simulation.secure_aggregation.client import Masker, UnmaskedSums
+from fedpact.simulation.secure_aggregation.encoding import check_shares
+from fedpact.simulation.secure_aggregation.graph import MaskingGraph
 from fedpact.simulation.workshop import Worker
 
 _log = logging.getLogger("fedpact.site")
@@ -227,7 +230,7 @@ class Site:
         self.agreed = self.federation.agreed(self.plan)
         with ExitStack() as opened:
             self._store = opened.enter_context(closing(Store(directory)))
-            self._masker = masker_of(self.files, self._store)
+            self._masker = _masker_of(self.files, self._store)
             check_approved(directory)
             self.files.check_ledger()
             check_grid([self._terms])
@@ -471,6 +474,28 @@ class Site:
         held = self._examiner.split(own)
         self._examiner.take(own.raw[held], own.part(held).to(self._device))
         return own.part(~held).to(self._device)
+
+
+def _masker_of(files: SiteFiles, store: Store) -> Masker | None:
+    """Return a site's side of secure aggregation; None if the plan has none.
+
+    store: the site's. Raises InputError: settings that do not match.
+    """
+    federation, plan = files.federation, files.plan
+    keys.check_secure(plan, len(federation.sites))
+    if not plan.secure_aggregation.threshold:
+        return None
+    if plan.privacy.shares_noise:
+        dimension = FlatModel(files.workshop.module()).size
+        check_shares(plan, federation.terms(plan), dimension)
+    return Masker(
+        files.name,
+        keys.read_private_key(files.directory / "site.key"),
+        {site: keys.public_key(member.key) for site, member in federation.sites.items()},
+        MaskingGraph.of(plan, federation.sites),
+        federation.coding(plan),
+        UnmaskedSums(StoreSlot(store, "opened")),
+    )
 
 
 def answer(site: Site, block: bytes, seen: tuple[int, str] = (0, "")) -> tuple[bytes, str]:

@@ -53,7 +53,7 @@ _BESIDE: Final = ("label", "site", "person", "task", "evaluation")
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What is known before training; see cli.commands.recommend. sites: 0 for the default."""
+    """What is known before training; see `fedpact recommend`. sites: 0 for the default."""
 
     data: str
     budgets: tuple[Budget, ...]  # one, or of each site in the order of their names

@@ -171,7 +171,7 @@ def health(
     directory: Annotated[Path, typer.Argument(help="The server's or a site's directory.")],
 ) -> None:
     """Exit with 0 if this party's process runs and is at work on this machine, else 1."""
-    from fedpact.deployment.flower.health import find_outage
+    from fedpact.deployment.flower.program import find_outage
 
     if fault := find_outage(directory):
         plain_console().print(fault)

@@ -1,10 +1,15 @@
-"""Flower's SuperLink, in a thread of the server's process.
+"""A party's process: whether it is at work, and in a server's the SuperLink, in a thread.
 
-As a process of its own it would take 100 MB more, and could be lost alone. It accepts only
-connections with a party's key, and a Guard checks its requests; Flower has no options for that.
+A supervisor asks for the first every half minute, on the machine on which the party computes. So
+this module reads a few lines of TOML itself, and imports neither torch nor Flower.
+
+As a process of its own the SuperLink would take 100 MB more, and could be lost alone. It accepts
+only connections with a party's key, and a Guard checks its requests; Flower has no options for
+that.
 """
 
 import ctypes
+import fcntl
 import json
 import logging
 import mmap
@@ -14,13 +19,16 @@ import ssl
 import struct
 import sys
 import threading
+import time
+import tomllib
 from collections.abc import Awaitable, Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, cast
 
-from fedpact.common.files import private_opener
+from fedpact.common.errors import DataError
+from fedpact.common.files import LOCK, private_opener
 
 ANCHORS: Final = "flower/parties.pem"
 """In the server's directory: whose connections a SuperLink lets in (keys.write_anchors)."""
@@ -32,6 +40,10 @@ SOCKETS: Final = "/fedpact/sockets"
 LOG: Final = "flower/log.txt"
 """In a server's directory: what its SuperLink says."""
 
+NODE: Final = "flower/node"
+"""In a site's directory: the number of its node, touched while it is connected to its server."""
+_SECONDS: Final = 5.0
+_FRESH_SECONDS: Final = 60.0
 _GRACE_SECONDS = 5.0
 _M_ARENA_MAX = -8  # of malloc.h
 _Event = MutableMapping[str, Any]
@@ -191,3 +203,58 @@ def superlink(directory: Path, most: int, arguments: Sequence[str]) -> Generator
             for server in servers:
                 server.should_exit = True
             thread.join(_GRACE_SECONDS)
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a party's process runs in its directory."""
+    if not (directory / LOCK).exists():
+        return False
+    with suppress(OSError), open(directory / LOCK, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def find_outage(directory: Path) -> str:
+    """Return why a party is not working on this machine; "" if it is.
+
+    A server listens at its port, a site with a `socket` at that. Any other site touches its file
+    NODE while the server confirms the connection; a site that waits for the server is healthy but
+    not working. Raises DataError: not a party's directory.
+    """
+    place = _place(directory)
+    if not is_held(directory):
+        return f"no process runs in {directory}"
+    try:
+        if place is None:
+            age = time.time() - (directory / NODE).stat().st_mtime
+            # A time in the future says nothing: the clock was set back.
+            if not abs(age) < _FRESH_SECONDS:
+                return f"a process runs in {directory}, and is not connected to the server"
+        elif isinstance(place, Path):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(place))
+        else:
+            socket.create_connection(("127.0.0.1", place), timeout=_SECONDS).close()
+    except OSError as error:
+        where = f"{'port' if isinstance(place, int) else 'file'} {place or NODE}"
+        return f"a process runs in {directory}, and {where} does not answer ({error})"
+    return ""
+
+
+def _place(directory: Path) -> int | Path | None:
+    """Return the port or Unix socket at which a party listens; None for none."""
+    site = directory / "site.toml"
+    path = site if site.exists() else directory / "federation.toml"
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        if path == site:
+            return directory / told["socket"] if "socket" in told else None
+        return int(told["address"].rsplit(":", 1)[1])
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise DataError(
+            f"{path} says no port ({type(error).__name__}: {error}): name the directory of one "
+            "party, as `fedpact deploy init` wrote it"
+        ) from None

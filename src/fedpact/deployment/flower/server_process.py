@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +15,27 @@ from flwr.app import Message, RecordDict
 
 from fedpact.common.errors import FedpactError, InputError, TransportLost
 from fedpact.common.files import LOCK, only_one
-from fedpact.common.messages import Refusal, RoundRecord, Transport, from_bytes
+from fedpact.common.messages import (
+    Refusal,
+    Reply,
+    RoundRecord,
+    State,
+    Task,
+    Transport,
+    from_bytes,
+)
 from fedpact.common.run_folder import ATTEMPTS
-from fedpact.deployment.admission import expect_form
+from fedpact.deployment.admission import Admission, expect_form
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.internals import PromptGrid, SuperLink, public_pem, tls
 from fedpact.deployment.flower.transport import FlowerTransport
-from fedpact.deployment.secure import secure_deployment
 from fedpact.deployment.server import TERMS, Coordinator, describe_round
+from fedpact.plan import Plan
 from fedpact.simulation.secure_aggregation import keys
+from fedpact.simulation.secure_aggregation.encoding import Form
+from fedpact.simulation.secure_aggregation.graph import MaskingGraph
+from fedpact.simulation.secure_aggregation.transport import Attempts, Carrier, Secured, Server
 from fedpact.simulation.trackers import Log, check_log
 
 if TYPE_CHECKING:
@@ -108,12 +120,58 @@ def coordinate(coordinator: Coordinator, grid: PromptGrid, on_round: OnRound) ->
     transport: Transport = plain
     if plan.secure_aggregation.threshold:
         attempts = folder.path / ATTEMPTS
-        transport = secure_deployment(plain, federation, plan, attempts, admission, form)
+        transport = _secure(plain, federation, plan, attempts, admission, form)
     begin = partial(plain.wait_until_ready, federation.run)
     sockets = getattr(grid, "sockets", tuple)  # somebody else's SuperLink counts none
     check_log(plan.run.log)
     with Log(plan.run.log, folder.path) as log:
         return coordinator.run(transport, plain, log.and_tell(on_round), begin, sockets)
+
+
+def _secure(
+    carrier: Carrier,
+    federation: Federation,
+    plan: Plan,
+    attempts: Path,
+    admission: Admission,
+    form: Callable[[Task], Form],
+) -> Secured:
+    """Return the server's side: a transport that delivers sums instead of single replies.
+
+    attempts: the file of transport.Attempts. form: returns that of a plain reply to a task.
+    """
+    coding = federation.coding(plan)
+    layouts = dict[int, Form]()
+
+    def layout(task: Task) -> Form:
+        # Finding the form takes a training step on synthetic records: do it once per round.
+        if task.round not in layouts:
+            layouts.clear()
+            found = form(task)
+            layouts[task.round] = coding.layout(found)
+        return layouts[task.round]
+
+    def fault(site: str, task: Task, reply: Reply) -> str | None:
+        return admission.fault(site, task, reply, coding.form(layout(task)))
+
+    def mean_fault(task: Task, sites: list[str], mean: State, error: float) -> str | None:
+        # Where replies were clamped on the way, their mean is near what was told clamped.
+        vectors = {n: v.clamp(-coding.limit, coding.limit) for n, v in task.vectors.items()}
+        return admission.mean_fault(replace(task, vectors=vectors), sites, mean, error)
+
+    circle, patience = MaskingGraph.of(plan, federation.sites), federation.patience
+    server = Server(
+        {site: keys.public_key(member.key) for site, member in federation.sites.items()},
+        circle,
+        coding,
+        plan.rounds,
+        max(circle.threshold, patience.least_replies),
+        patience.retries,
+        layout,
+        fault,
+        mean_fault,
+    )
+    return Secured(carrier, server, Attempts(attempts))
 
 
 def serve_app(grid: "Grid", directory: Path) -> None:

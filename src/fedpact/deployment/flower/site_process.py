@@ -23,8 +23,8 @@ from fedpact.common.files import write_whole
 from fedpact.common.messages import Refusal, Step, from_bytes, to_bytes
 from fedpact.common.messages import Task as TrainingTask
 from fedpact.deployment.flower import flower_records
-from fedpact.deployment.flower.health import NODE
 from fedpact.deployment.flower.internals import FleetLink, read_refusal, tls
+from fedpact.deployment.flower.program import NODE
 from fedpact.deployment.site import Site, answer
 from fedpact.simulation.secure_aggregation import keys
 
@@ -56,7 +56,7 @@ def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
     pause = min(_MOST_PAUSE_SECONDS, len(site.federation.sites) / _LOOKS_PER_SECOND)
     link = FleetLink(address, tls(directory), key, _most_bytes(site))
     try:
-        # Its time tells whether the site is at work (health.find_outage).
+        # Its time tells whether the site is at work (program.find_outage).
         with link.enter(known, (directory / NODE).touch) as node:
             if node != known:
                 write_whole(directory / NODE, str(node).encode())
