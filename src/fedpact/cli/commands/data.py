@@ -1,7 +1,6 @@
 """`fedpact data`: list, verify and download the public data sets."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -50,9 +49,6 @@ def list_(as_json: AsJson = False) -> None:
         present = source is None or all(download.locate(source, file) for file in source.files)
         licence = of if source is None else source.licence
         rows.append({"name": name, "what": what, "present": present, "licence": licence})
-    for path in _own_files(download.data_dir()):
-        what = "a file of your own, given by its path"
-        rows.append({"name": str(path), "what": what, "present": True, "licence": ""})
 
     def tell() -> None:
         columns = (Column("data =", no_wrap=True), "what", "present", "licence")
@@ -132,15 +128,6 @@ def download(
             )
 
     show({"directory": str(download.data_dir()), "fetched": fetched}, as_json, tell)
-
-
-def _own_files(directory: Path) -> list[Path]:
-    from fedpact.data import download
-    from fedpact.data.cells import SUFFIXES
-
-    found = (path for suffix in SUFFIXES for path in directory.glob(f"**/*{suffix}"))
-    public = [directory / name for name in download.SOURCES]
-    return sorted(path for path in found if not any(path.is_relative_to(at) for at in public))
 
 
 def _print_table(columns: Sequence[str | Column], rows: Sequence[Sequence[str]]) -> None:
