@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import re
 import signal
 import socket
 import ssl
@@ -215,8 +214,8 @@ def _ends_with(runs: Callable[[], bool], directory: Path) -> Generator[None]:
 
     def reason() -> str:
         return (
-            f"Flower's SuperLink has ended: {_reason(directory)}; see {directory / program.LOG}, "
-            "then restart this server: it continues after the last committed round"
+            f"Flower's SuperLink has ended: see why in {directory / program.LOG}, then "
+            "restart this server: it continues after the last committed round"
         )
 
     def watch() -> None:
@@ -266,12 +265,3 @@ def _check_port(host: str, port: int) -> None:
                 "that listens there, or change address in federation.toml at every party; a port "
                 "below 1024 needs the capability CAP_NET_BIND_SERVICE"
             ) from None
-
-
-def _reason(directory: Path) -> str:
-    """Return the last error in the SuperLink's log, without colour codes."""
-    text = (directory / program.LOG).read_text(encoding="utf-8", errors="replace")
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
-    last = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
-    told = [line for line in lines[last[-1] if last else -3 :] if line and "flower.ai" not in line]
-    return " ".join(told[:4]) or "its log has no error"

@@ -140,15 +140,8 @@ def init(
         from fedpact.plan import Plan
 
         Plan.read(None, overrides)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as written:
-            written.write(text)
-    except OSError as error:
-        raise InputError(
-            f"{file} cannot be written ({error.strerror}): name a file in a folder that this "
-            "account may write to, as in `fedpact init plan.toml`"
-        ) from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
     told = f"Wrote {file}. `fedpact plan {file}` shows what it will spend; to train: "
     show({"file": str(file)}, as_json, lambda: print(f"{told}`fedpact run {file}`"))
 
