@@ -58,9 +58,8 @@ def test_receipt_signature_verifies_against_the_federation(site, receipt):
     told = run("verify", receipt, "--federation", site / "federation.toml")
     assert "intact, signed by site 'site-00'" in told
     (said,) = json.loads(receipt.read_text()).values()
-    for name, spend in said["runs"].items():
-        cost = f"ε {upper(spend['epsilon_spent'])} of {upper(spend['epsilon_reserved'])} spent"
-        assert f"{name!r}: {cost}" in told
+    for spend in said["runs"].values():
+        assert f"│ {upper(spend['epsilon_spent'])} " in told
     assert "says nothing" not in told
     # Its age, by which one from before a later run is seen.
     assert f"of 'site-00', written {said['date']}, up to entry {said['entries']} of" in told

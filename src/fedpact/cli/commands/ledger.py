@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,50 +62,13 @@ def verify(
     receipts = _receipts(where)
     checked = {path: each["entries"] for path, each in receipts.items()}
     torn = [path for path, each in receipts.items() if each["unreadable_last_line"]]
-    lines = [_verdict(path, each) for path, each in receipts.items()]
-    console.show(
-        {"intact": True, "entries": checked, "unreadable_last_line": torn},
-        as_json,
-        lambda: plain_console().print("\n".join(lines)),
-    )
-
-
-def _verdict(path: str, receipt: dict[str, Any]) -> str:
-    entries = count_noun(receipt["entries"], "entry")
-    of = f"{entries} of {receipt['site']!r}"
-    lines = [f"{path}: intact: {of}, each sealed by the hash of the one before"]
-    if receipt["unreadable_last_line"]:
-        lines.append(f"  it has {_TORN}")
-    return "\n".join([*lines, *_spending(receipt)])
-
-
-def _dates(told: dict[str, Any]) -> str:
-    """Return how old a signed receipt is: later entries of its ledger are not in it."""
-    last = f"entry {told['entries']} of {told['last_entry'] or 'an unknown time'}"
-    return f"  of {told['site']!r}, written {told['date']}, up to {last}"
-
-
-def _spending(receipt: dict[str, Any]) -> list[str]:
-    """Return a line for each run of a receipt, and one for all of them."""
-    lines = [
-        f"  {run!r}: ε {upper(spend['epsilon_spent'])} of {upper(spend['epsilon_reserved'])} "
-        f"spent{_condition(spend)}, δ = {upper(spend['delta'])}"
-        for run, spend in receipt["runs"].items()
+    heads = [
+        f"{path}: intact: {count_noun(each['entries'], 'entry')} of {each['site']!r}, each sealed "
+        "by the hash of the one before"
+        for path, each in receipts.items()
     ]
-    if len(receipt["runs"]) > 1:
-        whole = f"ε {upper(receipt['epsilon_reserved'])}, δ {upper(receipt['delta_reserved'])}"
-        if any(spend["beside"] for spend in receipt["runs"].values()):
-            whole += " (an evaluation is on other records than its run: the larger counts)"
-        lines.append(f"  reserved by all runs together: {whole}")
-    return lines
-
-
-def _condition(spend: dict[str, Any]) -> str:
-    """Return what the ε of distributed noise assumes; "" of a site's own."""
-    if not spend["honest"]:
-        return ""
-    alone = f"{upper(spend['epsilon_alone_spent'])} of {upper(spend['epsilon_alone_reserved'])}"
-    return f" if {spend['honest']} sites in each sum are honest, else {alone}"
+    document = {"intact": True, "entries": checked, "unreadable_last_line": torn}
+    console.show(document, as_json, lambda: _print(receipts, heads))
 
 
 @app.command()
@@ -145,15 +109,14 @@ def _verify_signed(where: Path, federation: Path | None, as_json: bool) -> None:
         raise LedgerError(f"{where} has no receipt: ask the site's owner for it again")
     checked = {path: check_signature(told, known) for path, told in receipts.items()}
     with parse_errors(where, "ask the site's owner for the receipt again"):
-        lines = [
-            "\n".join([f"{where}: {said}", _dates(receipts[path]), *_spending(receipts[path])])
-            for path, said in checked.items()
+        # Its age, as later entries of its ledger are not in it.
+        heads = [
+            f"{where}: {said}\n  of {of['site']!r}, written {of['date']}, up to entry "
+            f"{of['entries']} of {of['last_entry'] or 'an unknown time'}"
+            for said, of in zip(checked.values(), receipts.values(), strict=True)
         ]
-    console.show(
-        {"intact": True, "signatures": checked},
-        as_json,
-        lambda: plain_console().print("\n".join(lines)),
-    )
+        document = {"intact": True, "signatures": checked}
+        console.show(document, as_json, lambda: _print(receipts, heads))
 
 
 def _receipts(where: Path) -> dict[str, dict[str, Any]]:
@@ -215,8 +178,10 @@ def _below(folder: Path) -> list[Path]:
     return paths
 
 
-def _print(receipts: dict[str, dict[str, Any]]) -> None:
+def _print(receipts: dict[str, dict[str, Any]], heads: Sequence[str] = ()) -> None:
     out = plain_console()
+    for head in heads:
+        out.print(head)
     shared = any(run["honest"] for each in receipts.values() for run in each["runs"].values())
     columns = ["site", "run", "ε reserved", "ε spent", "δ", "events spent", "of"]
     columns += ["honest", "ε alone reserved", "ε alone spent"]
@@ -244,6 +209,11 @@ def _print(receipts: dict[str, dict[str, Any]]) -> None:
             "holds even if all others collude."
         )
     for path, each in receipts.items():
+        if len(each["runs"]) > 1:
+            epsilon, delta = upper(each["epsilon_reserved"]), upper(each["delta_reserved"])
+            larger = any(run["beside"] for run in each["runs"].values())
+            why = " (an evaluation is on other records than its run: the larger counts)" * larger
+            out.print(f"{path}: all runs together reserve ε {epsilon}, δ {delta}{why}")
         if each["unreadable_last_line"]:
             out.print(f"{path} has {_TORN}")
     first = next(iter(receipts.values()))
