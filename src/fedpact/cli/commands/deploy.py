@@ -141,23 +141,18 @@ def approve(
     by: Annotated[str | None, typer.Option(help="Sign for it, by this name.")] = None,
 ) -> None:
     """Show in plain words what a site will release, and at what cost; with --by, sign."""
-    from fedpact.cli.commands.inspect import print_cost, refuse
+    from fedpact.cli.commands.inspect import print_check
     from fedpact.deployment import signatures
     from fedpact.deployment.check import check_site
 
     out = plain_console()
-    out.print(signatures.describe(directory))
+    out.print(signatures.describe(directory) + "\n")
     found = check_site(directory)
-    print_cost(found)
-    if found.remarks:
-        out.print("\nLook at these in your records first:")
-    for remark in found.remarks:
-        out.print(f"- {remark}")
-    if by is None:
-        for problem in found.problems:
-            out.print(f"It cannot start: {problem}", style="red")
-    else:
-        refuse(found)
+    if by is None or found.problems:
+        print_check(found)
+    if by is not None and found.problems:
+        told = "; ".join(found.problems)
+        raise FedpactError(f"Site {found.site}: {told}. Nothing was reserved or charged")
     state = (
         signatures.read_approvals(directory) if by is None else signatures.approve(directory, by)
     )

@@ -104,13 +104,6 @@ def sites_of(directory: Path, least: int = 1) -> list[Path]:
     return places
 
 
-def refuse(found: SiteCheck) -> None:
-    """Raise FedpactError if a site has a problem."""
-    if found.problems:
-        told = "; ".join(found.problems)
-        raise FedpactError(f"Site {found.site}: {told}. Nothing was reserved or charged")
-
-
 def print_check(found: SiteCheck) -> None:
     """Print a site's check."""
     out = plain_console()
@@ -122,7 +115,7 @@ def print_check(found: SiteCheck) -> None:
         print_columns(found.columns, out)
     if found.records:
         _print_records(found)
-    print_cost(found)
+    _print_cost(found)
     for remark in found.remarks:
         out.print(f"note: {remark}")
     if found.mends:
@@ -166,7 +159,7 @@ def _print_records(found: SiteCheck) -> None:
         out.print(f"classes: {told}")
 
 
-def print_cost(found: SiteCheck) -> None:
+def _print_cost(found: SiteCheck) -> None:
     """Print what a run costs a site, beside what other runs have reserved."""
     out = plain_console()
     if found.epsilon is None or found.delta is None:
