@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedpact.deployment import local
+from fedpact.deployment import processes
 from fedpact.deployment.files import write_deployment
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
@@ -35,14 +35,14 @@ def run_all_parties(directory: Path) -> Path:
 
     Raises RuntimeError: the server ended without a run.
     """
-    with local.Parties(directory) as here:
+    with processes.Parties(directory) as here:
         here.start()
-        while here.runs(local.SERVER):
+        while here.runs(processes.SERVER):
             time.sleep(0.5)
-        how = local.describe_end(here.exit_code(local.SERVER))
-    run = directory / local.SERVER / "run"
+        how = processes.describe_end(here.exit_code(processes.SERVER))
+    run = directory / processes.SERVER / "run"
     if not (run / "summary.json").exists():
-        said = local.last_log_lines(directory, local.SERVER)
+        said = processes.last_log_lines(directory, processes.SERVER)
         raise RuntimeError(f"the server {how}, before its run: {said}")
     return run
 

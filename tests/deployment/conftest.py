@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from tests.deployment.grid import Clock, Run, allow, read_from
 
 from fedpact.cli.main import main
-from fedpact.deployment import federation, files, local, server, site_records
+from fedpact.deployment import federation, files, processes, server, site_records
 from fedpact.deployment.files import write_deployment
 from fedpact.deployment.flower import requests, transport
 from fedpact.plan import Plan
@@ -70,7 +70,7 @@ class Forked(get_context("fork").Process):
 
     def run(self):
         os.setsid()
-        local.die_with_parent()
+        processes.die_with_parent()
         with self.log.open("ab") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
@@ -90,17 +90,17 @@ class Forked(get_context("fork").Process):
 
 @pytest.fixture
 def forked(monkeypatch):
-    """The parties that `local.Parties` starts are forked, all but a second site."""
-    started = local._spawn
+    """The parties that `processes.Parties` starts are forked, all but a second site."""
+    started = processes._spawn
 
     def spawn(name, where):
         if name == "site-01":
             # As owners start it: nothing is loaded, no thread was set, no library was in use.
             return started(name, where)
-        kind = "server" if name == local.SERVER else "site"
+        kind = "server" if name == processes.SERVER else "site"
         return Forked(main, where / "log.txt", "deploy", kind, str(where), NO_COLOR="1")
 
-    monkeypatch.setattr(local, "_spawn", spawn)
+    monkeypatch.setattr(processes, "_spawn", spawn)
 
 
 @pytest.fixture

@@ -135,7 +135,9 @@ def test_command_says_cost_and_releases_then_signs(unsigned):
 def test_up_asks_before_it_signs(deployment, monkeypatch, how, words):
     sites = [ask_for(where, 1) for where in sorted((deployment / "sites").iterdir())]
     started = []
-    monkeypatch.setattr("fedpact.deployment.local.Parties.start", lambda _: started.append(1) or {})
+    monkeypatch.setattr(
+        "fedpact.deployment.processes.Parties.start", lambda _: started.append(1) or {}
+    )
     monkeypatch.setattr("fedpact.cli.commands.deploy._follow", lambda *_: None)
     monkeypatch.setattr("fedpact.cli.commands.inspect.check_before_start", lambda _: None)
     done = CliRunner().invoke(app, ["deploy", "up", str(deployment), *how], input=words)

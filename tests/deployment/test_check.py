@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError
 from fedpact.common.messages import from_bytes, to_bytes
-from fedpact.deployment import local, packaging
+from fedpact.deployment import packaging, processes
 from fedpact.deployment.check import check_site
 from fedpact.deployment.site import Site
 
@@ -240,14 +240,14 @@ def test_no_message_reveals_checks_or_mappings(sites, tmp_path, in_memory):
 def test_up_checks_every_site_before_it_starts_any(sites, tmp_path, monkeypatch):
     good, bad = write_rows(tmp_path / "a.csv", rows()), spoiled(tmp_path / "b.csv", 50)
     where, homes = sites(good, bad)
-    monkeypatch.setattr(local.Parties, "start", None)
+    monkeypatch.setattr(processes.Parties, "start", None)
     told = CliRunner().invoke(app, ["deploy", "up", str(where)])
     assert isinstance(told.exception, FedpactError)
     assert f"{homes[1].name} cannot start" in str(told.exception)
     assert "problem: 50 of 100 records" in told.output
     assert f"site {homes[0].name}: 200 of 200 records used" in told.output
     assert not list(where.glob("sites/*/ledger.jsonl"))
-    monkeypatch.setattr(local.Parties, "start", lambda parties: {"server": 1})
+    monkeypatch.setattr(processes.Parties, "start", lambda parties: {"server": 1})
     spoiled(tmp_path / "b.csv", 1)
     told = CliRunner().invoke(app, ["deploy", "up", str(where)])
     assert "started: server" in told.output

@@ -21,7 +21,7 @@ from tests.deployment.conftest import Forked
 from tests.waiting import wait_for
 
 from fedpact.common.errors import FedpactError, TransportLost
-from fedpact.deployment import local, processes
+from fedpact.deployment import processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
 from fedpact.deployment.flower.internals import PromptGrid, SuperLink, tls
@@ -161,7 +161,7 @@ def federation(make, tmp_path):
     """Real processes of two sites and a server; the server's is started by `start_server`."""
     patience = {"join_seconds": 3600, "round_seconds": 3600, "resend_seconds": 6}
     directory = make(tmp_path / "d", {"patience": patience}, rounds=3, sites=2)
-    with local.Parties(directory) as here:
+    with processes.Parties(directory) as here:
         yield here
     for path in directory.rglob("log.txt"):
         print(path, path.read_text()[-3000:], sep="\n")
@@ -182,7 +182,7 @@ def test_a_run_stopped_by_a_user_says_so(federation, tmp_path):
         link._client.StopRun(StopRunRequest(run_id=number))
     link.close()
     wait_for(lambda: not federation.runs("server"), server)
-    assert "was stopped by Flower's control API" in local.last_log_lines(server, "server")
+    assert "was stopped by Flower's control API" in processes.last_log_lines(server, "server")
 
 
 @pytest.mark.parametrize("ends", ["raises", "exits", "returns"])

@@ -18,7 +18,7 @@ from tests import recounted
 from tests.deployment.grid import allow
 from tests.waiting import wait_for
 
-from fedpact.deployment import local
+from fedpact.deployment import processes
 from fedpact.deployment.snapshot import inspect_deployment
 from fedpact.privacy.ledger.receipt import receipt
 
@@ -44,7 +44,7 @@ class Federation:
 
     def __init__(self, directory):
         self.directory, self.lines, self.names = directory, [], names_of(directory)
-        self.parties = local.Parties(directory)
+        self.parties = processes.Parties(directory)
         self.numbers = self.parties.start()
 
     def committed(self):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.waiting import wait_for
 
 from benchmarks import deployment
-from fedpact.deployment import keys, local, processes
+from fedpact.deployment import keys, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
 from fedpact.deployment.snapshot import inspect_deployment
@@ -35,7 +35,7 @@ def finished(make, elsewhere):
         **PLAN,
     )
     # As long as a site has not come the run does not begin, so strangers find the server there.
-    here = local.Parties(directory)
+    here = processes.Parties(directory)
     try:
         here.start("server", SITES[0])
         log = directory / "server" / "log.txt"
@@ -211,7 +211,7 @@ def check_that_strangers_did_not_get_in(directory, knocked):
 def check_that_every_party_states_how_the_run_ended(directory):
     run = Federation.read(directory / "server" / "federation.toml").run
     summary = json.loads((directory / "server" / "run" / "summary.json").read_text())
-    for name, place in local.parties(directory).items():
+    for name, place in processes.parties(directory).items():
         lines = (place / "log.txt").read_text().splitlines()
         line = next(line for line in lines if f"run {run} has ended" in line)
         # The site's figures are its ledger's, the server's what it has counted.
@@ -239,7 +239,7 @@ def check_that_its_log_and_flowers_files_are_its_owners(site):
 def check_that_nothing_is_left_running(directory):
     found = inspect_deployment(directory)
     assert not any(found["running"].values())
-    for name, where in local.parties(directory).items():
+    for name, where in processes.parties(directory).items():
         for process in Path("/proc").glob("[0-9]*/cwd"):
             try:
                 at = process.resolve(strict=True)

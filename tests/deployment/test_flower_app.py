@@ -26,7 +26,7 @@ from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.program import find_outage
 from fedpact.deployment.flower.server_process import APP, AppGrid, coordinate
 from fedpact.deployment.flower.site_process import listen
-from fedpact.deployment.local import die_with_parent
+from fedpact.deployment.processes import die_with_parent
 from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.simulation.machine import QUIET

@@ -28,7 +28,7 @@ from fedpact.common.errors import DataError, FedpactError, TransportLost
 from fedpact.deployment import packaging, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.program import find_outage
-from fedpact.deployment.local import die_with_parent
+from fedpact.deployment.processes import die_with_parent
 from fedpact.deployment.site_records import SiteSettings, read_receipt
 
 ROOT = Path(__file__).parents[2]

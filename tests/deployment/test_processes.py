@@ -14,7 +14,7 @@ from fedpact.cli.commands.deploy import _follow
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError, InputError
 from fedpact.common.files import only_one
-from fedpact.deployment import local, processes
+from fedpact.deployment import processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
 from fedpact.deployment.flower.internals import SuperLink
@@ -45,8 +45,8 @@ def spawner(ignores=""):
 
 
 def test_parties_end_with_the_block_that_started_them(deployment, monkeypatch):
-    monkeypatch.setattr(local, "_spawn", spawner())
-    with local.Parties(deployment) as here:
+    monkeypatch.setattr(processes, "_spawn", spawner())
+    with processes.Parties(deployment) as here:
         numbers = here.start("site-00")
         assert here.start() == {**numbers, **here.start()}
         # Whoever looks sees it, whoever has started it; of the whole, and of one party.
@@ -60,9 +60,9 @@ def test_parties_end_with_the_block_that_started_them(deployment, monkeypatch):
 
 
 def test_a_party_that_stays_is_killed(deployment, monkeypatch):
-    monkeypatch.setattr(local, "_spawn", spawner("signal.signal(15, signal.SIG_IGN)"))
-    monkeypatch.setattr(local, "_GRACE_SECONDS", 0.1)
-    with local.Parties(deployment) as here:
+    monkeypatch.setattr(processes, "_spawn", spawner("signal.signal(15, signal.SIG_IGN)"))
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 0.1)
+    with processes.Parties(deployment) as here:
         here.start("site-00")
     assert inspect_deployment(deployment)["running"]["site-00"] is False
 
@@ -92,10 +92,10 @@ def test_waiting_ends_when_no_site_is_left(deployment, monkeypatch, capsys):
     [(-9, "memory"), (-15, "SIGTERM"), (143, "SIGTERM"), (2, "mend"), (69, "Flower"), (1, "log")],
 )
 def test_the_end_of_a_process_is_told_by_its_code(code, words):
-    assert words in local.describe_end(code)
+    assert words in processes.describe_end(code)
 
 
-@pytest.mark.parametrize("act", [local.Parties, inspect_deployment])
+@pytest.mark.parametrize("act", [processes.Parties, inspect_deployment])
 def test_a_mistyped_directory_is_reported_and_not_created(tmp_path, act):
     (tmp_path / "empty").mkdir()
     for name in ("nowhere", "empty"):
@@ -201,13 +201,13 @@ def test_a_party_that_ends_at_once_has_a_log(deployment):
     """Its policy is missing."""
     site = deployment / "sites" / "site-00"
     (site / "policy.toml").unlink()
-    with local.Parties(deployment) as here:
+    with processes.Parties(deployment) as here:
         here.start("site-00")
         here._children["site-00"].wait()
-    assert local.last_log_lines(deployment, "site-00").startswith("fedpact: policy ")
+    assert processes.last_log_lines(deployment, "site-00").startswith("fedpact: policy ")
     # Who has only been told "started" learns of it, and nobody else has run.
     told = CliRunner().invoke(app, ["deploy", "status", str(deployment)])
-    words = local.last_log_lines(deployment, "site-00")
+    words = processes.last_log_lines(deployment, "site-00")
     assert f"site-00 has ended: {words}" in told.stdout
     assert told.stdout.count("has ended") == 1
     assert "Traceback" not in (site / "log.txt").read_text()

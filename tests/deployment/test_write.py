@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, InputError, PlanError, PolicyRefused
 from fedpact.common.messages import RoundRecord
-from fedpact.deployment import local, processes
+from fedpact.deployment import processes
 from fedpact.deployment.federation import Federation, Member, Patience, read_plan
 from fedpact.deployment.files import (
     policy,
@@ -242,9 +242,9 @@ def test_the_status_of_one_party(deployment):
         found = run_cli("status", site)
         assert f"{run}: {told}" in found
         assert ("goes on trying" in found) == (of != run)
-    assert list(local.parties(deployment / "server")) == ["server"]
+    assert list(processes.parties(deployment / "server")) == ["server"]
     with pytest.raises(DataError, match="has no deployment"):
-        local.parties(deployment / "authority")
+        processes.parties(deployment / "authority")
 
 
 def test_the_server_shows_what_each_site_has_spent(deployment):

@@ -19,7 +19,7 @@ from shlex import quote
 from typing import Final, Literal
 
 from fedpact.common.files import safe_name
-from fedpact.deployment.local import SERVER, parties
+from fedpact.deployment.processes import SERVER, parties
 
 Form = Literal["compose", "helm", "systemd", "flower"]
 

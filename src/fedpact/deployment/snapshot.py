@@ -34,7 +34,7 @@ from fedpact.common.run_folder import RUN, WAITS, folder_of_run
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.final_model import read_ending
 from fedpact.deployment.flower.program import is_held
-from fedpact.deployment.local import SERVER, last_log_lines, parties
+from fedpact.deployment.processes import SERVER, last_log_lines, parties
 from fedpact.deployment.server import FILE as HANDED_OVER
 from fedpact.deployment.signatures import read_approvals
 from fedpact.deployment.site_evaluation import own_figures, read_progress

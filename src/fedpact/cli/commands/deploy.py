@@ -18,7 +18,7 @@ from fedpact.common.format import count_noun, upper
 from fedpact.common.notebook import print_table
 
 if TYPE_CHECKING:
-    from fedpact.deployment import local
+    from fedpact.deployment import processes
     from fedpact.deployment.federation import Federation
     from fedpact.plan import Plan
 
@@ -180,17 +180,17 @@ def up(
 ) -> None:
     """Try the whole federation on this machine: start, watch and stop it."""
     from fedpact.cli.commands.inspect import check_before_start
-    from fedpact.deployment import local
+    from fedpact.deployment import processes
     from fedpact.deployment.site_records import SiteSettings
     from fedpact.simulation.machine import require_flower
 
     require_flower()
-    if local.SERVER not in (places := local.parties(directory)) or len(places) < 2:
+    if processes.SERVER not in (places := processes.parties(directory)) or len(places) < 2:
         raise DataError(
             f"{directory} belongs to one party: start it with `fedpact deploy server` or `site`, "
             "or name the whole deployment's directory"
         )
-    sites = [where for name, where in places.items() if name != local.SERVER]
+    sites = [where for name, where in places.items() if name != processes.SERVER]
     if any(SiteSettings.read(where).socket is not None for where in sites):
         raise DataError(
             f"{directory} is for a Flower federation that somebody else runs (`socket` in "
@@ -200,7 +200,7 @@ def up(
         )
     check_before_start(directory)
     _approve_all(sites, yes)
-    with local.Parties(directory) as here:
+    with processes.Parties(directory) as here:
         plain_console().print(
             f"started: {', '.join(here.start())}; Ctrl-C stops them, `up` resumes them"
         )
@@ -290,20 +290,20 @@ def _approve_all(sites: Sequence[Path], yes: bool) -> None:
         signatures.check_approved(where)
 
 
-def _follow(directory: Path, here: local.Parties) -> None:
+def _follow(directory: Path, here: processes.Parties) -> None:
     """Wait for the server, which prints its rounds, and say how each party has ended."""
-    from fedpact.deployment import local
+    from fedpact.deployment import processes
     from fedpact.deployment.snapshot import inspect_deployment
 
-    out, told = plain_console(), {local.SERVER}
-    places = local.parties(directory)
+    out, told = plain_console(), {processes.SERVER}
+    places = processes.parties(directory)
     while True:
         ended = {name for name in places if not here.runs(name)}
         for name in sorted(ended - told):
-            out.print(f"{name} {local.describe_end(here.exit_code(name))}")
-            out.print(f"  its last line: {local.last_log_lines(directory, name)}")
+            out.print(f"{name} {processes.describe_end(here.exit_code(name))}")
+            out.print(f"  its last line: {processes.last_log_lines(directory, name)}")
         told |= ended
-        if local.SERVER in ended:
+        if processes.SERVER in ended:
             break
         # A site's process runs until it is stopped, so missing ones have failed.
         if len(ended) == len(places) - 1:
@@ -315,8 +315,8 @@ def _follow(directory: Path, here: local.Parties) -> None:
     found = inspect_deployment(directory)
     if not found["ended"]:
         raise FedpactError(
-            f"the server {local.describe_end(here.exit_code(local.SERVER))}; its last line: "
-            f"{local.last_log_lines(directory, local.SERVER)}; see "
+            f"the server {processes.describe_end(here.exit_code(processes.SERVER))}; its last "
+            f"line: {processes.last_log_lines(directory, processes.SERVER)}; see "
             f"{directory / 'server' / 'log.txt'}"
         )
     _print(directory, found)

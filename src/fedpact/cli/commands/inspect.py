@@ -92,10 +92,10 @@ def _check_all(sites: Sequence[Path]) -> list[SiteCheck]:
 
 def sites_of(directory: Path, least: int = 1) -> list[Path]:
     """Return the sites' directories below a directory. Raises DataError: there is none."""
-    from fedpact.deployment import local
+    from fedpact.deployment import processes
 
     places = [
-        where for where in local.parties(directory).values() if (where / "site.toml").exists()
+        where for where in processes.parties(directory).values() if (where / "site.toml").exists()
     ]
     if len(places) < least:
         raise DataError(
