@@ -25,6 +25,7 @@ from fedpact.deployment.files import (
 )
 from fedpact.deployment.flower import flower_records
 from fedpact.deployment.flower.program import find_outage
+from fedpact.deployment.server import Coordinator
 from fedpact.deployment.site import Site
 from fedpact.plan import Plan
 from fedpact.privacy.policy import Policy
@@ -222,7 +223,7 @@ def test_the_command_writes_its_input_and_status_reads_it(tmp_path):
     assert found.seeds == "test"
     status = json.loads(run_cli("status", where, "--json"))
     assert status["running"] == {"server": False, "site-00": False, "site-01": False}
-    assert (status["round"], status["status"]) == (None, "not ended")
+    assert (status["round"], status["state"]) == (0, "not begun")
 
 
 def test_the_status_of_one_party(deployment):
@@ -233,11 +234,11 @@ def test_the_status_of_one_party(deployment):
     status = json.loads(run_cli("status", site, "--json"))
     assert list(status["ledgers"]) == ["site-00"]
     assert status["ledgers"]["site-00"]["runs"][run]["epsilon_reserved"] == 2.0
-    assert f"{run}: known to the server" in run_cli("status", site)
+    assert f"{run}: no answer yet" in run_cli("status", site)
     (site / "run").mkdir()
     (site / "run" / "model.safetensors").touch()
     (site / "log.txt").write_text("nobody answers: the site goes on trying\n")
-    for of, told in ((run, "ended; the final model is here"), ("an-earlier", "known to")):
+    for of, told in ((run, "ended: the final model is here"), ("an-earlier", "no answer")):
         (site / "run" / "summary.json").write_text(json.dumps({"run": of}))
         found = run_cli("status", site)
         assert f"{run}: {told}" in found
@@ -250,7 +251,7 @@ def test_the_status_of_one_party(deployment):
 def test_the_server_shows_what_each_site_has_spent(deployment):
     """At a server of its own there is no ledger: it tells what it counts, of each site."""
     run = deployment / "server" / "run"
-    run.mkdir()
+    Coordinator(deployment / "server")._begin()
     record = RoundRecord(1, epsilon={"site-00": 0.5, "site-01": 0.75, "site-02": 1.25}, steps=2)
     (run / "rounds.jsonl").write_text(record.to_json() + "\n")
     lines = run_cli("status", deployment / "server").splitlines()

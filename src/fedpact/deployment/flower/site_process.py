@@ -77,6 +77,11 @@ def work(site: Site, directory: Path, tell: Callable[[str], None]) -> None:
             raise NotLetIn(_explain_refusal(site, error.response)) from None
         elif isinstance(error, httpx.HTTPError | ssl.SSLError):
             raise NotLetIn(_explain_unreached(address, directory, str(error))) from None
+        elif isinstance(error, ValueError):
+            raise NotLetIn(
+                f"the server at {address} gives an answer that Flower cannot read ({error}): see "
+                "whether both ends run the same version of fedpact and Flower"
+            ) from None
         else:
             raise
     finally:
