@@ -31,7 +31,7 @@ def show(document: Mapping[str, Any], as_json: bool, text: Callable[[], None]) -
         text()
 
 
-def print_run(run: "RunSummary", page: Path) -> None:
+def print_run(run: "RunSummary", page: Path | None) -> None:
     """Print a run's headline figures, which are also those of its page, and the page's path."""
     from fedpact.common.notebook import print_table
     from fedpact.report.page import build_headline
@@ -53,7 +53,8 @@ def print_run(run: "RunSummary", page: Path) -> None:
             "guarantee."
         )
     # Not wrapped: a path must stay whole to be opened.
-    console.print(str(page), soft_wrap=True)
+    if page is not None:
+        console.print(str(page), soft_wrap=True)
 
 
 def wide_console() -> Console:

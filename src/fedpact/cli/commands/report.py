@@ -45,7 +45,12 @@ def report(
     from fedpact.report.run_summary import read_run
 
     found = read_run(run)
-    path = write_page(found)
+    try:
+        path = write_page(found)
+    except OSError:
+        # The folder is read-only: its figures can be shown all the same.
+        show(_document(found, None), as_json, lambda: print_run(found, None))
+        raise
     show(_document(found, path), as_json, lambda: print_run(found, path))
 
 
@@ -139,14 +144,14 @@ def evaluate(
     show(asdict(score), as_json, tell)
 
 
-def _document(run: RunSummary, path: Path) -> dict[str, Any]:
+def _document(run: RunSummary, path: Path | None) -> dict[str, Any]:
     statement = ("private", "unit", "adjacency", "mechanism", "accountant", "randomness")
     return {
         "summary": run.summary or {"status": run.status, "rounds": run.last.round},
         "privacy": {key: run.privacy.get(key) for key in statement},
         "sites": {name: asdict(site) for name, site in run.site_privacy.items()},
         "audit": asdict(run.audit) if run.audit else None,
-        "report": str(path),
+        "report": str(path) if path else None,
     }
 
 
