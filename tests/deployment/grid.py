@@ -119,9 +119,6 @@ class Grid:
     def __init__(self, nodes):
         self.nodes, self.waiting, self.count = {node.number: node for node in nodes}, {}, 0
 
-    def sockets(self):
-        return ()
-
     def get_nodes(self):
         found = []
         for node in self.nodes.values():

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError, FedpactError
 from fedpact.common.messages import from_bytes, to_bytes
-from fedpact.deployment import processes
+from fedpact.deployment import packaging, processes
 from fedpact.deployment.check import check_site
 from fedpact.deployment.site import Site
 
@@ -138,6 +138,14 @@ def test_a_reservation_is_kept_for_any_records(sites, tmp_path):
     with Site(home) as site:
         assert len(site._records._records.x) == 0
     assert check_site(home).problems == []
+
+
+def test_up_refuses_files_for_an_existing_flower_federation(make, tmp_path):
+    where = make(tmp_path / "d")
+    packaging.write_package(where, "flower", 8443)
+    told = CliRunner().invoke(app, ["deploy", "up", str(where)])
+    assert f"flwr run {where / 'app'}" in str(told.exception)
+    assert not list(where.glob("sites/*/ledger.jsonl"))
 
 
 def test_differing_columns_are_reported_together(sites, tmp_path):

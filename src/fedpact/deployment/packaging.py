@@ -9,6 +9,7 @@ and outside a container. A party is not restarted after exit code 2 (a person mu
 common.errors) or 0 (the run has ended). The templates are in packages/.
 """
 
+import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -20,10 +21,14 @@ from typing import Final, Literal
 from fedpact.common.files import safe_name
 from fedpact.deployment.processes import SERVER, parties
 
-Form = Literal["compose", "helm", "systemd"]
+Form = Literal["compose", "helm", "systemd", "flower"]
 
-SERVER_HOSTS: Final = {"compose": SERVER, "helm": "fedpact-server"}
-"""The server's default host name for sites."""
+SERVER_HOSTS: Final[dict[str, str]] = {
+    "compose": SERVER,
+    "helm": "fedpact-server",
+    "flower": "superlink",
+}
+"""The server's default host name for sites; as a Flower app they do not connect to it."""
 
 _LONGEST_LABEL: Final = 40  # Kubernetes allows 63, including prefixes
 
@@ -33,6 +38,7 @@ _LEFT_OUT: Final = " ".join(
 )
 
 _PACKAGES: Final = Path(__file__).with_name("packages")
+_APP: Final = Path(__file__).parent / "flower" / "app"
 
 _NEXT: Final = {
     "compose": """
@@ -76,6 +82,8 @@ def write_package(directory: Path, form: Form, port: int) -> None:
     """
     places = parties(directory)
     sites = {name: where for name, where in places.items() if name != SERVER}
+    if form == "flower":
+        return _write_app(directory, sites)
     with (directory / "README.md").open("a", encoding="utf-8") as readme:
         readme.write(_NEXT[form])
     if form in ("helm", "systemd"):
@@ -90,6 +98,16 @@ def write_package(directory: Path, form: Form, port: int) -> None:
         _write_compose(directory / "compose.yaml", sites)
     else:
         _write_values(directory, places, port)
+
+
+def _write_app(directory: Path, sites: dict[str, Path]) -> None:
+    app = directory / "app"
+    shutil.copytree(_APP, app, ignore=shutil.ignore_patterns("__pycache__"))
+    server = json.dumps(str((directory / SERVER).resolve()))
+    _edit(app / "pyproject.toml", 'server-dir = ""', f"server-dir = {server}")
+    for where in sites.values():
+        socket = f'socket = "/run/fedpact/{where.name}.sock"'
+        _edit(where / "site.toml", "# socket =", socket)
 
 
 def _edit(path: Path, old: str, new: str) -> None:

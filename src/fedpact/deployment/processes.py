@@ -120,6 +120,8 @@ def run_site(directory: Path) -> None:
             last = told
 
         with _end_by_signals():
+            if site.settings.socket is not None:
+                site_process.listen(site, directory, directory / site.settings.socket)
             while True:
                 try:
                     site_process.work(site, directory, tell)

@@ -47,6 +47,9 @@ class SiteSettings(BaseModel):
     ledger: str = "ledger.jsonl"
     """The path of the ledger, on a local disk, in a folder that exists; backed up, and never
     restored."""
+    socket: str | None = None
+    """The Unix socket for an existing SuperNode that runs fedpact's Flower app; the account of that
+    SuperNode needs the socket's group, and must not be able to read this directory."""
     most_left_out: float = Field(default=0.05, ge=0, le=1)
     """The share of records that may be left out because they do not fit; with more the site does
     not open, and reserves nothing."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedpact.deployment.federation import Federation
     from fedpact.plan import Plan
 
-Form = Literal["compose", "helm", "systemd"]
+Form = Literal["compose", "helm", "systemd", "flower"]
 
 _POLL_SECONDS = 0.5
 
@@ -181,6 +181,7 @@ def up(
     """Try the whole federation on this machine: start, watch and stop it."""
     from fedpact.cli.commands.inspect import check_before_start
     from fedpact.deployment import processes
+    from fedpact.deployment.site_records import SiteSettings
     from fedpact.simulation.machine import require_flower
 
     require_flower()
@@ -190,6 +191,13 @@ def up(
             "or name the whole deployment's directory"
         )
     sites = [where for name, where in places.items() if name != processes.SERVER]
+    if any(SiteSettings.read(where).socket is not None for where in sites):
+        raise DataError(
+            f"{directory} is for a Flower federation that somebody else runs (`socket` in "
+            "site.toml), and `up` starts one of its own: start each site with `fedpact deploy "
+            f"site`, then `flwr run {directory / 'app'}`; or leave --as flower out to try the run "
+            "here"
+        )
     check_before_start(directory)
     _approve_all(sites, yes)
     with processes.Parties(directory) as here:

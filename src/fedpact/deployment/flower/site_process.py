@@ -5,11 +5,13 @@ What goes wrong is said in words that the site's owner can act on.
 
 import datetime
 import email.utils
+import json
 import logging
 import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import httpx
@@ -31,6 +33,8 @@ _log = logging.getLogger("fedpact.site")
 _AHEAD_SECONDS, _BEHIND_SECONDS = 5.0, 305.0
 # All sites together look for questions so many times a second, and each at least so often.
 _LOOKS_PER_SECOND, _MOST_PAUSE_SECONDS = 10, 3.0
+_SILENT_SECONDS = 20.0
+_MOST_SEAL_BYTES = 2**12
 
 
 class NotLetIn(FedpactError):
@@ -147,7 +151,7 @@ def respond(site: Site, key: ec.EllipticCurvePrivateKey, message: Message) -> Me
 def reply_to_record(site: Site, key: ec.EllipticCurvePrivateKey, record: RecordDict) -> RecordDict:
     """Return a site's signed answer to a question; to what its server did not sign, a refusal.
 
-    key: the site's private key.
+    key: the site's private key. The refusal of an empty question says who the site is.
     """
     began = time.perf_counter()
     server = keys.public_key(site.federation.server_key)
@@ -160,13 +164,15 @@ def reply_to_record(site: Site, key: ec.EllipticCurvePrivateKey, record: RecordD
     except InputError:
         block, seen, agreed, signed = b"unreadable", (0, ""), "", False
     if not signed:
-        reply, told = to_bytes(Refusal("", 0, site.name, "unsigned")), "unsigned task refused"
+        told = "unsigned task refused" if block else "asked for its name"
+        reply = to_bytes(Refusal("", 0, site.name, "unsigned"))
     elif agreed != site.agreed:
         reply, told = _refuse_terms(site, block)
     else:
         reply, told = answer(site, block, seen)
     seconds = time.perf_counter() - began
-    site.note(reply, seconds)
+    if block:
+        site.note(reply, seconds)
     _log.info("%s, in %.3f s", told, seconds)
     return flower_records.to_record(reply, keys.sign(key, f"reply of {site.name}", reply))
 
@@ -184,3 +190,40 @@ def _refuse_terms(site: Site, block: bytes) -> tuple[bytes, str]:
         "files, and `fedpact --version`"
     )
     return to_bytes(Refusal(*about, site.name, "terms")), f"round {about[1]}: {told}"
+
+
+def listen(site: Site, directory: Path, path: Path) -> None:
+    """Answer at a Unix socket what a Flower app's client passes on; see app/app.py.
+
+    One after the other; a client that is silent for long is left. directory: the site's.
+    Raises FedpactError: the site has stopped.
+    """
+    key = keys.read_private_key(directory / "site.key")
+    path.unlink(missing_ok=True)  # of a process that was killed: the directory is held by this one
+    with Listener(str(path), "AF_UNIX", backlog=16) as listener:
+        path.chmod(0o660)
+        _log.info("answers at %s", path)
+        while not site.stopped:
+            try:
+                with listener.accept() as link:
+                    _answer_at(link, site, key)
+            except EOFError:
+                pass  # it went away, or looked whether somebody is here
+            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+                _log.warning("a question at the socket was left: %s", error)
+    raise FedpactError(site.stopped)
+
+
+def _answer_at(link: Connection, site: Site, key: ec.EllipticCurvePrivateKey) -> None:
+    parts = list[bytes]()
+    for most in (_MOST_SEAL_BYTES, _most_bytes(site)):
+        if not link.poll(_SILENT_SECONDS):
+            raise TimeoutError("it did not come")
+        parts.append(link.recv_bytes(most))
+    seal = json.loads(parts[0])
+    seen = seal["length"], seal["head"]
+    signature = bytes.fromhex(seal["signature"])
+    record = flower_records.to_record(parts[1], signature, seen, seal["agreed"])
+    block, signature = flower_records.from_record(reply_to_record(site, key, record))
+    link.send_bytes(signature)
+    link.send_bytes(block)
