@@ -182,3 +182,23 @@ def test_the_package_is_the_command_line_too():
         [sys.executable, "-m", "fedpact", "--version"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout.split()[:1]) == (0, ["fedpact"])
+
+
+CLOSED = """
+import os
+from fedpact.cli import main
+
+def look():
+    null = os.stat(os.devnull).st_rdev
+    assert [os.fstat(n).st_rdev for n in range(3)] == [null] * 3
+    # Children would otherwise write what they say into the first file that they open.
+    assert all(map(os.get_inheritable, range(3)))
+
+main.app = look
+main.main()
+"""
+
+
+def test_closed_streams_are_opened_before_any_file():
+    shell = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, CLOSED]
+    assert subprocess.run(shell).returncode == 0

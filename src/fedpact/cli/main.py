@@ -7,6 +7,7 @@ import errno
 import gc
 import io
 import logging
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
@@ -79,8 +80,19 @@ def _end(why: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+def _open_standard_streams() -> None:
+    """Open those that the caller closed: a ledger that got their number would be written to as one.
+
+    They are /dev/null, for children too.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 def main() -> None:
     """Run the command line."""
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A letter that the terminal's encoding lacks must not end a command.
         sys.stdout.reconfigure(errors="backslashreplace")
