@@ -26,6 +26,7 @@ from fedpact.privacy.accounting.planner import (
     signal_to_noise,
 )
 from fedpact.simulation.setup import SimulationSetup
+from fedpact.studies.recommend import Recommendation
 
 
 def cli(*arguments):
@@ -621,3 +622,10 @@ def test_one_sites_records_do_not_make_a_federation_of_one(tmp_path):
     asked = ("recommend", file, "--label", "ill", "--site", "hospital", "--epsilon", "1")
     told = refused(*asked, *declare(tmp_path, AGE), "--records", "5000")
     assert "has one site, 'north': say of how many sites" in told
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(Recommendation, "toml", lambda self: "\ud800")
+    told = refused("recommend", "digits", "--epsilon", "1", "--out", str(tmp_path / "study.toml"))
+    assert "which cannot be written" in told
+    assert list(tmp_path.iterdir()) == []

@@ -235,7 +235,7 @@ class PerSampleKernel:
         """Σ_j min(w_j, C/‖g_j‖) g_j [d] over x, y [B, ...] for weights w [B]."""
         length = self._passes.length(x, y, EXPECTED)
         # Weights are asked for once a pass, in order.
-        each = iter(nn.functional.pad(w, (0, -len(w) % length)).split(length))
+        each = iter(nn.functional.pad(w, (0, -len(w) % length)).view(-1, length))
         layout = Placement(length=length)
         return self._sum(self._passes.gradients, x, y, clip, lambda _: next(each), layout=layout)
 
