@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedpact.common.format import list_some, toml, toml_key
-from fedpact.data.schema import Column, RecordForm, ValueRange, rescale
+from fedpact.data.schema import Column, RecordForm, rescale
 
 _WIDE: Final = 10.0
 # How much farther from 0 than they differ numbers may be: above it they are one number to a model.
@@ -44,7 +44,7 @@ _MEND: Final = {
 _logger = logging.getLogger("fedpact")
 
 _Tell = Callable[[float], str]
-_Column = tuple[str, ValueRange, Tensor | None]
+_Column = tuple[str, Column, Tensor | None]
 """Name ("" for all together), declaration, and numbers [n], if they may be read."""
 
 
@@ -89,7 +89,7 @@ def _coarsely(far: float) -> str:
     return f"up to {10.0 ** math.ceil(math.log10(far)):.0e}" if math.isfinite(far) else "inf"
 
 
-def _warn_of_wide(origin: str, wide: Sequence[tuple[str, ValueRange, float]], tell: _Tell) -> str:
+def _warn_of_wide(origin: str, wide: Sequence[tuple[str, Column, float]], tell: _Tell) -> str:
     """Return the warning for columns (name, declaration, largest magnitude); name "" for all."""
     # Declared values are public.
     told = [(name, tell(far) if _extent(own) is None else f"{far:g}") for name, own, far in wide]
@@ -144,12 +144,12 @@ def _warn_of_order(origin: str, columns: Sequence[_Column]) -> None:
         )
 
 
-def _beside(own: ValueRange, x: Tensor | None) -> float:
+def _beside(own: Column, x: Tensor | None) -> float:
     """Return the distance from 0 of a column's scaled numbers [n], divided by their spread.
 
     0 if it is unknown, for codes, and if all are equal. The outer one per cent is ignored.
     """
-    if own.scale in ("one-hot", "released") or (isinstance(own, Column) and own.categories):
+    if own.scale in ("one-hot", "released") or (own.categories):
         return 0.0
     if x is not None:
         good = x[x.isfinite()].double().sort().values
@@ -202,25 +202,25 @@ def square(form: RecordForm, features: Sequence[str]) -> float:
     return total
 
 
-def _extent(own: ValueRange) -> float | None:
+def _extent(own: Column) -> float | None:
     """Return the largest magnitude of a column by its declaration; None if undeclared."""
     if own.scale != "none":
         return 1.0
-    if isinstance(own, Column) and own.categories is not None:
+    if own.categories is not None:
         return max(abs(float(c)) for c in own.as_numbers().categories or [])
     if own.low is None or own.high is None:
         return None
     return max(abs(own.low), abs(own.high))
 
 
-def _furthest(own: ValueRange, x: Tensor | None) -> float:
+def _furthest(own: Column, x: Tensor | None) -> float:
     declared = _extent(own)
     return declared if declared is not None else 0.0 if x is None else _largest_magnitude(x)
 
 
-def _lines(name: str, own: ValueRange) -> str:
+def _lines(name: str, own: Column) -> str:
     key = toml_key(name)
-    if isinstance(own, Column) and own.categories is not None:
+    if own.categories is not None:
         return f'[records.columns.{key}]\ncategories = {toml(own.categories)}\nscale = "one-hot"'
     ends = f"[{_end(own.low)}, {_end(own.high)}]"
     return f'[records.columns.{key}]\nrange = {ends}\nclamp = true\nscale = "range"'

@@ -5,8 +5,8 @@ Its errors give names, shapes, rows and columns, never a value of a record.
 
 import logging
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Final
@@ -38,8 +38,9 @@ BEYOND_LABELS: Final = "is beyond the declared range of labels"
 MISSING: Final = "is missing"
 """Why a record with a blank feature is left out, which a declared `fill` would prevent."""
 
-_Faults = dict[tuple[str, int], tuple[str, Any]]
-"""(Column or "", row from 0) -> the first reason, and the value found there."""
+_Faults = dict[str, dict[str, dict[int, Any]]]
+"""Column or "" -> reason -> row from 0 -> the value found there, of the first rows only."""
+_Reason = tuple[str, str, dict[int, Any]]
 
 
 @dataclass
@@ -61,7 +62,7 @@ class RecordFilter:
     def good(self) -> np.ndarray:
         """Which records are used, bool [count]."""
         mask = np.ones(self.count, bool)
-        mask[[row for _, row in self._faults]] = False
+        mask[[row for *_, rows in _by_reason(self._faults) for row in rows]] = False
         return mask
 
     @property
@@ -91,31 +92,34 @@ class RecordFilter:
         """Say of which columns more than half of the used records' values were set to a bound, or
         more than `most` if that is more; "" if there is none. A text that is cut is no such value.
         """
-        good = self.good
-        beyond = Counter(
-            column
-            for (column, row), (why, _) in self._clamped.items()
-            if good[row] and why in (BEYOND, BEYOND_LABELS)
-        )
-        used = int(good.sum())
+        good, used = self.good, int(self.good.sum())
+        beyond = [
+            (column, int(good[[*rows]].sum()))
+            for column, why, rows in _by_reason(self._clamped)
+            if why in (BEYOND, BEYOND_LABELS)
+        ]
         return "; ".join(
             f"column {column}: {count:,} of {used:,} values are beyond the declared range, and "
             "would be set to its nearer end"
-            for column, count in beyond.most_common()
+            for column, count in beyond
             if count > max(0.5, most) * used
         )
 
-    def leave_out(self, row: int, column: str, why: str, value: Any = None) -> None:
-        """Leave a record out. row: from 0. column: or "". why: as MISSING. value: or None.
+    def leave_out(
+        self, bad: Any, column: str, why: str, cells: Sequence[Any] | None = None
+    ) -> None:
+        """Leave records out. bad: a mask [count], or rows from 0. column: or "". why: as MISSING.
 
-        Of a line that cannot be read no cell is known, so none is at fault.
+        cells: the column's, to be quoted. Of what is wrong with one cell the first counts; of a
+        line that cannot be read no cell is known, so none is at fault.
         """
-        if ("", row) not in self._faults:
-            self._faults.setdefault((column, row), (why, value))
+        before = *self._faults.get("", {}).values(), *self._faults.get(column, {}).values()
+        known = {row for rows in before for row in rows}
+        _note(self._faults, bad, column, why, cells, known)
 
-    def clamp(self, row: int, column: str, why: str, value: Any) -> None:
-        """Note that a value of a record was set to a bound."""
-        self._clamped.setdefault((column, row), (why, value))
+    def clamp(self, bad: Any, column: str, why: str, cells: Sequence[Any] | None = None) -> None:
+        """Note that a value of records was set to a bound; see `leave_out`."""
+        _note(self._clamped, bad, column, why, cells, ())
 
     def reasons(self) -> list[tuple[str, str, int]]:
         """Return (column or "", why, how many records it leaves out), the most frequent first.
@@ -134,12 +138,16 @@ class RecordFilter:
         """Return what to tell the records' owner: whether it is about lines that cannot be read,
         and a paragraph. values: whether to quote them.
         """
-        broken = {key: found for key, found in self._faults.items() if not key[0]}
-        unread, left = ({row for _, row in faults} for faults in (broken, self._faults))
-        out = {key: found for key, found in self._faults.items() if key[1] not in unread}
-        clamped = {key: found for key, found in self._clamped.items() if key[1] not in left}
+        reasons = _by_reason(self._faults)
+        left = {row for *_, rows in reasons for row in rows}
+        broken, out = ([r for r in reasons if bool(r[0]) == cell] for cell in (False, True))
+        clamped = [
+            (column, why, used)
+            for column, why, rows in _by_reason(self._clamped)
+            if (used := {row: rows[row] for row in rows if row not in left})
+        ]
         advice = "correct them, or remove them from the file"
-        if blank := sorted(column for column, why, _ in _by_reason(out) if why == MISSING):
+        if blank := sorted(column for column, why, _ in out if why == MISSING):
             key = f"records.columns.{toml_key(blank[0])}.fill"
             advice += f", or declare the value that replaces a missing one, as {key}"
         found = (
@@ -149,12 +157,12 @@ class RecordFilter:
         )
         return [
             (
-                faults is broken,
+                told is broken,
                 f"{self.origin}: {len(rows)} of {self.count} records {what} (rows counted from "
-                f"{self.first}):{self._tell(faults, values, len(rows))}{remedy}",
+                f"{self.first}):{self._tell(told, values, len(rows))}{remedy}",
             )
-            for faults, what, remedy in found
-            if (rows := {row for _, row in faults})
+            for told, what, remedy in found
+            if (rows := {row for *_, rows in told for row in rows})
         ]
 
     def warn(self, *, values: bool) -> None:
@@ -165,14 +173,13 @@ class RecordFilter:
             else:
                 _logger.warning(paragraph)
 
-    def _tell(self, faults: _Faults, values: bool, count: int) -> str:
-        told, reasons = list[str](), _by_reason(faults)
+    def _tell(self, reasons: list[_Reason], values: bool, count: int) -> str:
+        told = list[str]()
         for column, why, rows in reasons[:_REASONS]:
-            named = [f"{row + self.first}" + _quote(rows[row]) * values for row in sorted(rows)]
-            few = ", ".join(named[:_SHOWN])
-            which = f"row{'s' if len(rows) > 1 else ''} {few}"
+            few = [f"{r + self.first}" + _quote(rows[r]) * values for r in sorted(rows)[:_SHOWN]]
+            which = f"row{'s' * (len(rows) > 1)} {', '.join(few)}"
             if len(rows) > _SHOWN:
-                which = f"{len(rows)} rows ({few}, ...)"
+                which = f"{len(rows)} rows ({', '.join(few)}, ...)"
             told.append(f"{which}: {f'column {column}' if column else 'the line'} {why}")
         if len(reasons) > _REASONS:
             told.append(f"and {count_noun(len(reasons) - _REASONS, 'other reason')}")
@@ -181,12 +188,25 @@ class RecordFilter:
         return f" {'; '.join(told)}; "
 
 
-def _by_reason(faults: _Faults) -> list[tuple[str, str, dict[int, Any]]]:
-    found = defaultdict[tuple[str, str], dict[int, Any]](dict)
-    for (column, row), (why, value) in faults.items():
-        found[column, why][row] = value
-    ordered = sorted(found.items(), key=lambda each: -len(each[1]))
-    return [(column, why, rows) for (column, why), rows in ordered]
+def _note(
+    faults: _Faults,
+    bad: Any,
+    column: str,
+    why: str,
+    cells: Sequence[Any] | None,
+    known: Collection[int],
+) -> None:
+    bad = np.asarray(bad)
+    rows = [r for r in (bad.nonzero()[0] if bad.dtype == bool else bad).tolist() if r not in known]
+    if rows:
+        found = faults.setdefault(column, {}).setdefault(why, {})
+        found |= dict.fromkeys(rows)
+        found |= {row: cells[row] for row in rows[:_SHOWN] if cells is not None}
+
+
+def _by_reason(faults: _Faults) -> list[_Reason]:
+    found = [(column, why, rows) for column, of in faults.items() for why, rows in of.items()]
+    return sorted(found, key=lambda each: -len(each[2]))
 
 
 def _quote(value: Any) -> str:

@@ -184,8 +184,8 @@ def table_of(
         )
     x = rows or {name: columns[name] for name in features}
     sieve = RecordFilter(origin, len(next(iter(x.values()))), 1)
-    for row, why in found.broken.items():
-        sieve.leave_out(row, "", why)
+    for why in {*found.broken.values()}:
+        sieve.leave_out([row for row, of in found.broken.items() if of == why], "", why)
     # A cell is named as it is, where the numbers of an array would be converted together.
     y, *names = (None if name is None else list(columns[name]) for name in roles)
     titles = found.titles.get(str(roles.label))
@@ -248,8 +248,7 @@ def _with_arrays(
     whole = [blank if one is None or out else one for one, out in zip(found, missing, strict=True)]
     x = array_of(origin, column, _together(whole, column) if whole else blank[None][:0])
     sieve = RecordFilter(origin, len(whole))
-    for row in np.flatnonzero(missing).tolist():
-        sieve.leave_out(row, "", why)
+    sieve.leave_out(missing, "", why)
     return replace(table, sieve=sieve, x=x, y=y, column=column)
 
 

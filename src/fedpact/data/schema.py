@@ -84,10 +84,6 @@ class ValueRange(BaseModel):
         """Whether low or high is given."""
         return self.low is not None or self.high is not None
 
-    def number(self, value: str | float | None) -> float | None:
-        """Return a value as a record's number; None if it is not one."""
-        return None if isinstance(value, str) else value
-
 
 class Column(ValueRange):
     """One column: its range or its categories. range: [low, high], instead of the two keys."""
@@ -237,9 +233,14 @@ class RecordForm(ValueRange):
         """The columns that are scaled by released moments."""
         return tuple(name for name, own in self.kept.items() if own.scale == "released")
 
-    def of(self, column: str) -> ValueRange:
+    @property
+    def general(self) -> Column:
+        """The declaration of what has none of its own."""
+        return Column(**{name: getattr(self, name) for name in ValueRange.model_fields})
+
+    def of(self, column: str) -> Column:
         """Return a column's own declaration, or the general one."""
-        return self.columns.get(column, self)
+        return self.columns.get(column) or self.general
 
     def choosing(self, features: Sequence[str] | None) -> "RecordForm":
         """Return the declaration of a table of which these columns are used, in this order."""
@@ -329,7 +330,7 @@ class Scaling:
         found = {name: [name] for name in self.features}
         for name in self.features:
             own = self.form.of(name)
-            if isinstance(own, Column) and own.scale == "one-hot":
+            if own.scale == "one-hot":
                 found[name] = [f"{name}={category}" for category in own.categories or []]
         return found
 
@@ -347,7 +348,7 @@ class Scaling:
         if not self.used:
             return x
         if not self.form.columns:
-            return rescale(x.double(), self.form).float()
+            return rescale(x.double(), self.form.general).float()
         whole = not x.is_floating_point()
         columns = [
             rescale(x[:, [k]].double(), self.form.of(n), whole) for k, n in enumerate(self.features)
@@ -355,16 +356,14 @@ class Scaling:
         return torch.cat(columns, 1).float()
 
 
-def rescale(x: Tensor, own: ValueRange, whole: bool = False) -> Tensor:
+def rescale(x: Tensor, own: Column, whole: bool = False) -> Tensor:
     """Return numbers x [n, ...] scaled by one declaration, in float64. whole: were integers."""
-    if isinstance(own, Column):
-        if own.scale == "one-hot":
-            known = own.as_numbers().categories or []
-            # As they were read: in float32, but for arrays of integers.
-            kept = torch.tensor(known, dtype=torch.float64)
-            return (x == (kept if whole else kept.float().double())).double()
-        if own.mean is not None and own.deviation is not None:
-            return (x - own.mean) / own.deviation
+    if own.scale == "one-hot":
+        # As they were read: in float32, but for arrays of integers.
+        kept = torch.tensor(own.as_numbers().categories, dtype=torch.float64)
+        return (x == (kept if whole else kept.float().double())).double()
+    if own.mean is not None and own.deviation is not None:
+        return (x - own.mean) / own.deviation
     low, high = own.low or 0.0, own.high or 0.0
     if own.scale in ("range", "released"):
         return (2 * x - low - high) / (high - low)

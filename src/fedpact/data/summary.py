@@ -22,7 +22,7 @@ from fedpact.data.cells import (
     text_of,
     to_numbers,
 )
-from fedpact.data.schema import Column, RecordForm, ValueRange
+from fedpact.data.schema import Column, RecordForm
 
 _MOST: Final = 0.05
 """Of more values than this share beyond a range it is asked whether the unit is another."""
@@ -135,7 +135,7 @@ class ColumnCells:
             return [None] * len(shares)
         return [float(value) for value in np.quantile(finite, shares)]
 
-    def summary(self, own: ValueRange | None = None) -> ColumnSummary:
+    def summary(self, own: Column | None = None) -> ColumnSummary:
         """Summarise the column. own: its declaration, or None."""
         kind, count = self.kind, max(len(self.x), 1)
         outside, remark = np.zeros(0, bool), describe_form(self.texts) if kind == "text" else ""
@@ -164,15 +164,15 @@ def summarise_array(x: np.ndarray, form: RecordForm) -> list[ColumnSummary]:
     return [ColumnCells.of("all values", x.reshape(-1)).summary(form)]
 
 
-def describe_range(own: ValueRange) -> str:
+def describe_range(own: Column) -> str:
     """Describe a column's declaration."""
-    if isinstance(own, Column) and own.categories is not None:
+    if own.categories is not None:
         return "one of " + ", ".join(map(str, own.categories))
     if own.low is not None and own.high is not None:
         return f"{number(own.low)} to {number(own.high)}"
     if own.bounded:
         return f"from {number(own.low)}" if own.high is None else f"up to {number(own.high)}"
-    if isinstance(own, Column) and own.mean is not None and own.deviation is not None:
+    if own.mean is not None and own.deviation is not None:
         return f"about {number(own.mean)} ± {number(own.deviation)}"
     return "any number"
 
@@ -214,9 +214,9 @@ def describe_codes(found: ColumnCells) -> str:
     )
 
 
-def _beside(found: ColumnCells, own: ValueRange, kind: str) -> tuple[np.ndarray, str]:
+def _beside(found: ColumnCells, own: Column, kind: str) -> tuple[np.ndarray, str]:
     """Return the mask of cells that do not match the declaration, bool [n], and a remark."""
-    if isinstance(own, Column) and own.categories is not None:
+    if own.categories is not None:
         return _beside_categories(found, own)
     wrong = ~np.isfinite(found.x) & ~found.blank
     how = describe_form(Counter(found.words.values()))
@@ -234,7 +234,7 @@ def _beside(found: ColumnCells, own: ValueRange, kind: str) -> tuple[np.ndarray,
     return wrong | beyond, remark
 
 
-def _other_unit(found: ColumnCells, own: ValueRange, beyond: float) -> str:
+def _other_unit(found: ColumnCells, own: Column, beyond: float) -> str:
     """Ask whether a column is in another unit than declared; "" if it does not look so."""
     first, median, last = found.spread(0.01, 0.5, 0.99)
     if median is None or first is None or last is None:
@@ -246,7 +246,7 @@ def _other_unit(found: ColumnCells, own: ValueRange, beyond: float) -> str:
         return f"median {number(median)}, {told}"
     if beyond > _MOST:
         return f"{percent(beyond)} beyond, median {number(median)}, {told}"
-    if isinstance(own, Column) and own.mean is not None and own.deviation is not None:
+    if own.mean is not None and own.deviation is not None:
         far = abs(median - own.mean) > _FAR * own.deviation
         return f"median {number(median)}, {told}" if far else ""
     if own.low is not None and own.high is not None and last > first:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedpact.common.errors import DataError
 from fedpact.data.cells import Cells, beyond_floats, cells_of, find_named, is_blank, to_numbers
 from fedpact.data.dataset import BEYOND, MISSING, RecordFilter
-from fedpact.data.schema import Column, RecordForm, ValueRange
+from fedpact.data.schema import Column, RecordForm
 from fedpact.data.tokens import is_tokens, read_tokens
 
 _logger = logging.getLogger("fedpact")
@@ -77,15 +77,14 @@ class Table:
         """Leave out the records with a bad value, bool like x[part]; or note a clamped one."""
         if not bad.any():
             return
+        x, note = self.x, self.sieve.leave_out if out else self.sieve.clamp
         whole = np.zeros((self.sieve.count, *self.shape), bool)
         whole[part] = bad
-        flat = whole.reshape(len(whole), -1)
-        x, names, note = self.x, self.names, self.sieve.leave_out if out else self.sieve.clamp
-        for row in np.flatnonzero(flat.any(1)).tolist():
-            place = int(flat[row].argmax())
-            index = tuple(map(int, np.unravel_index(place, self.shape)))
-            value = x[row][index].item() if isinstance(x, np.ndarray) else x[names[place]][row]
-            note(row, names[place] if names else str(index), why, value)
+        names = self.names or ("x",)
+        each = whole.reshape(len(whole), len(names), -1).any(2)
+        for k in each.any(0).nonzero()[0].tolist():
+            cells = (x[:, k] if self.names else None) if isinstance(x, np.ndarray) else x[names[k]]
+            note(each[:, k], names[k], why, cells)
 
 
 def read_numbers(table: Table, form: RecordForm, values: str) -> np.ndarray:
@@ -116,20 +115,22 @@ def _of_columns(columns: Mapping[str, Cells], form: RecordForm, sieve: RecordFil
     x = np.empty((sieve.count, len(columns)))
     for k, (name, cells) in enumerate(columns.items()):
         own = form.of(name)
-        words = isinstance(own, Column) and own.names is not None
-        x[:, k] = _places(cells, own) if isinstance(own, Column) and words else to_numbers(cells)
-        why = "is not one of its declared categories" if words else "is not a finite number"
-        for row in np.isnan(x[:, k]).nonzero()[0].tolist():
-            blank, fill = is_blank(cells[row]), own.number(own.fill)
-            if blank and fill is not None:
-                x[row, k] = fill
-            else:
-                sieve.leave_out(row, name, MISSING if blank else why, cells[row])
+        x[:, k] = to_numbers(cells) if own.names is None else _places(cells, own)
+        bad = np.isnan(x[:, k])
+        blank = np.array(
+            [nan and is_blank(cell) for nan, cell in zip(bad, cells, strict=True)], bool
+        )
+        if own.fill is None:
+            sieve.leave_out(blank, name, MISSING, cells)
+        else:
+            x[blank, k] = own.number(own.fill)
+        word = "a finite number" if own.names is None else "one of its declared categories"
+        sieve.leave_out(bad & ~blank, name, f"is not {word}", cells)
     return x
 
 
 def _of_array(table: Table, x: np.ndarray, form: RecordForm) -> np.ndarray:
-    if any(column.names for column in form.columns.values()):
+    if any(own.names for own in form.columns.values()):
         raise DataError(
             f"data set {table.sieve.origin}: records.columns declares categories in text: expected "
             "numbers for what an array holds; write the records as .csv or .parquet, or number them"
@@ -158,10 +159,10 @@ def check_columns(origin: str, form: RecordForm, features: Sequence[str]) -> Non
         )
 
 
-def _declared_parts(form: RecordForm, features: Sequence[str]) -> Iterator[tuple[Any, ValueRange]]:
+def _declared_parts(form: RecordForm, features: Sequence[str]) -> Iterator[tuple[Any, Column]]:
     """Yield the parts of records [n, ...] that one declaration is about, each with it."""
     if not form.columns:
-        yield ..., form
+        yield ..., form.general
         return
     for k, name in enumerate(features):
         yield (slice(None), slice(k, k + 1)), form.of(name)
@@ -194,32 +195,29 @@ def _whole(table: Table, x: np.ndarray) -> np.ndarray:
     return np.where(good, x, 0).astype(np.int64)
 
 
-def _keep_range(table: Table, x: np.ndarray, part: Any, own: ValueRange) -> None:
+def _keep_range(table: Table, x: np.ndarray, part: Any, own: Column) -> None:
     """Clamp values out of range in x, or mark them, as declared."""
     some = x[part]
-    if isinstance(own, Column) and own.categories is not None:
-        if own.names is None:
-            known = np.isin(some, np.array(own.categories).astype(x.dtype))
-            other = own.number(own.other)
-            if other is None:
-                table.mark(~known, "is not one of its declared categories", part)
-            else:
-                # Values that are not numbers are already left out.
-                x[part] = np.where(known | ~np.isfinite(some), some, other)
+    if own.names is not None:
         return
-    if not own.bounded:
+    if own.categories is not None:
+        known = np.isin(some, np.array(own.categories).astype(x.dtype))
+        if own.other is None:
+            table.mark(~known, "is not one of its declared categories", part)
+        else:
+            # Values that are not numbers are already left out.
+            x[part] = np.where(known | ~np.isfinite(some), some, own.number(own.other))
         return
     low, high = _bounds(own, x.dtype)
     with np.errstate(invalid="ignore"):
         beyond = (some < low) | (some > high)
-    if beyond.any():
-        table.mark(beyond, BEYOND, part, out=not own.clamp)
-        if own.clamp:
-            # The other values keep their bits, whether or not some are out of range.
-            x[part] = np.where(beyond, np.clip(some, low, high), some)
+    table.mark(beyond, BEYOND, part, out=not own.clamp)
+    if own.clamp:
+        # The other values keep their bits, whether or not some are out of range.
+        x[part] = np.where(beyond, np.clip(some, low, high), some)
 
 
-def _bounds(own: ValueRange, dtype: Any) -> tuple[Any, Any]:
+def _bounds(own: Column, dtype: Any) -> tuple[Any, Any]:
     """The range in the numbers' own type, as 0.1 in float32 is a little more than 0.1."""
     low = -np.inf if own.low is None else own.low
     high = np.inf if own.high is None else own.high

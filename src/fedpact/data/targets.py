@@ -172,6 +172,7 @@ _NOBODY: Final = frozenset(
 
 # What spreadsheets and data frames make of long numbers: 3.2E+17, in some countries with a comma.
 _EXPONENT: Final = re.compile(r"[+-]?(?=[.,]?[0-9])[0-9]*[.,]?[0-9]*e[+-]?[0-9]+", re.IGNORECASE)
+_SEVERAL: Final = ", which may stand for several persons; give such names as text"
 _POINT: Final = re.compile(r"[+-]?[0-9]+[.,][0-9]*")
 
 
@@ -186,12 +187,12 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
         # Numbers keep their type, which determines above which number they round.
         given = list(given) if given.dtype.kind in "fiu" else cast(list[Any], given.tolist())
     written = [cells.strip_invisible(text_of(value)) for value in given]
-    for row, (name, value) in enumerate(zip(written, given, strict=True)):
-        if why := _round(name, value):
-            why += ", which may stand for several persons; give such names as text"
-            sieve.leave_out(row, column, why, value)
-        elif _names_nobody(name):
-            sieve.leave_out(row, column, "names no person")
+    whys = [
+        _round(name, value) or "names no person" * _names_nobody(name)
+        for name, value in zip(written, given, strict=True)
+    ]
+    for why in {*whys} - {""}:
+        sieve.leave_out(np.array(whys) == why, column, why, given)
     # Not an array of text, in which every name would be as long as the longest.
     return [cells.without_decimal_zeros(name) for name in written]
 
@@ -208,15 +209,16 @@ def _round(name: str, value: Any) -> str:
         # number that this would round names no person in a complete column either.
         value = float(value) if isinstance(value, np.integer) else value
         exact = _exact(type(value))
-        return "" if abs(value) < exact else f"is a number that floats round, from {exact:.0f} on"
+        told = f"is a number that floats round, from {exact:.0f} on{_SEVERAL}"
+        return "" if abs(value) < exact else told
     if not isinstance(value, str | bytes):
         return ""
     # A code such as 12E3 is not one; numbers are written as 1.2e3 or 12E+3.
     if _EXPONENT.fullmatch(name) and re.search(r"[.,]|e[+-]", name, re.IGNORECASE):
-        return "is a number in exponents, as a spreadsheet rounds long ones"
+        return f"is a number in exponents, as a spreadsheet rounds long ones{_SEVERAL}"
     exact = _exact(float)
     too_far = _POINT.fullmatch(name) and abs(float(name.replace(",", "."))) >= exact
-    return f"is a number with a point beyond {exact:.0f}" if too_far else ""
+    return f"is a number with a point beyond {exact:.0f}{_SEVERAL}" if too_far else ""
 
 
 @cache
@@ -244,27 +246,25 @@ def class_numbers(
     if whole and ((at >= 0) & (at < len(classes))).all():
         # Most are: one by one they take most of what it takes to read arrays.
         return at.astype(np.int64)
-    found = np.zeros(len(labels), np.int64)
     given = labels.tolist() if isinstance(labels, np.ndarray) else labels
+    found = np.full(len(labels), -1)
     for row, label in enumerate(given):
-        k = -1
         if how == "names" or (how is None and (truth or isinstance(label, str | bytes | bool))):
-            k = cells.find_named(label, place, -1)
-        if k < 0 and how != "names":
+            found[row] = cells.find_named(label, place, -1)
+        if found[row] < 0 and how != "names":
             number = int(label) if isinstance(label, bool | np.bool_) else text_of(label)
             number = {"true": 1, "false": 0}.get(str(number).lower(), number)
             text = cells.without_decimal_zeros(str(number))
             k = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else -1
-            k = k if k < len(classes) else -1
-        if cells.beyond_floats(label):
-            why = "is a number from 2^53 on: write such names as text"
-            sieve.leave_out(row, column, why, label)
-        elif k < 0:
-            blank = is_blank(label)
-            why = "is not a class" if blank else f"is not one of the {len(classes)} classes"
-            sieve.leave_out(row, column, why, label)
-        found[row] = max(k, 0)
-    return found
+            found[row] = k if k < len(classes) else -1
+    rounded = np.array([cells.beyond_floats(label) for label in given], bool)
+    sieve.leave_out(rounded, column, "is a number from 2^53 on: write such names as text", given)
+    unknown = (found < 0) & ~rounded
+    blank = unknown & np.array([is_blank(label) for label in given], bool)
+    sieve.leave_out(blank, column, "is not a class", given)
+    why = f"is not one of the {len(classes)} classes"
+    sieve.leave_out(unknown & ~blank, column, why, given)
+    return found.clip(0)
 
 
 def read_sites(table: Table) -> list[str]:
@@ -279,10 +279,8 @@ def read_sites(table: Table) -> list[str]:
     _check_length(names, sieve, "site")
     # str(None) occurs in numpy arrays of text; a class may have that name.
     sieve.sites = ["" if cells.is_missing(name) or name == "None" else name for name in names]
-    for row, name in enumerate(sieve.sites):
-        if not name:
-            why = "names no site (a record without one is left out)"
-            sieve.leave_out(row, str(table.roles.site), why)
+    why = "names no site (a record without one is left out)"
+    sieve.leave_out([not name for name in sieve.sites], str(table.roles.site), why)
     return names
 
 
@@ -352,13 +350,9 @@ def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.nd
     with np.errstate(invalid="ignore"):
         good = (flat >= 0) & (flat <= most) & (flat == np.rint(flat))
         good |= (flat == UNLABELLED) & (kind == "pixels")
-    for row in np.flatnonzero(~good.all(1)).tolist():
-        place = int((~good[row]).argmax())
-        why = f"is not a whole number from 0 to {most} at place {place}"
-        sieve.leave_out(row, column, why, flat[row, place])
+    sieve.leave_out(~good.all(1), column, f"is not a whole number from 0 to {most} at each place")
     if kind == "pixels":  # whose loss would be 0 and count
-        for row in np.flatnonzero((flat == UNLABELLED).all(1)).tolist():
-            sieve.leave_out(row, column, NO_PLACE_LABELLED)
+        sieve.leave_out((flat == UNLABELLED).all(1), column, NO_PLACE_LABELLED)
     kept = np.where(good.reshape(labels.shape), labels, 0)
     return kept.astype(np.float32 if kind == "several" else np.int64)
 
@@ -388,8 +382,8 @@ def token_labels(
             "label for each"
         )
     ids = x[:, 0] if x.ndim == 3 else x
-    for row in ((y != UNLABELLED) & (y != ids)).any(1).nonzero()[0].tolist():
-        table.sieve.leave_out(row, label or "y", "differs from the record's tokens", y[row])
+    other = ((y != UNLABELLED) & (y != ids)).any(1)
+    table.sieve.leave_out(other, label or "y", "differs from the record's tokens")
     return replace(table, y=next_labels(y, x))
 
 
@@ -436,12 +430,12 @@ def _numbers(
     labels: Cells | np.ndarray, target: LabelForm, column: str, sieve: RecordFilter
 ) -> np.ndarray:
     found = cells.to_numbers(list(labels) if isinstance(labels, np.ndarray) else labels)
-    for row in (~np.isfinite(found)).nonzero()[0].tolist():
-        why = "has no value" if is_blank(labels[row]) else NO_NUMBER
-        sieve.leave_out(row, column, why, labels[row])
-        found[row] = target.low
-    for row in ((found < target.low) | (found > target.high)).nonzero()[0].tolist():
-        sieve.clamp(row, column, BEYOND_LABELS, labels[row])
+    bad = ~np.isfinite(found)
+    blank = bad & np.array([is_blank(label) for label in labels], bool)
+    sieve.leave_out(blank, column, "has no value", labels)
+    sieve.leave_out(bad & ~blank, column, NO_NUMBER, labels)
+    found[bad] = target.low
+    sieve.clamp((found < target.low) | (found > target.high), column, BEYOND_LABELS, labels)
     found = found.clip(target.low, target.high)
     scaled = (2 * found - target.low - target.high) / (target.high - target.low)
     return scaled.astype(np.float32)

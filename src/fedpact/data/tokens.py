@@ -85,26 +85,38 @@ def read_tokens(
     columns: from `token_columns`. length: T, None for the longest record's. vocabulary: tokens are
     smaller; None: not declared.
     """
-    rows = list(columns)
-    found = [_record(columns, rows, n, vocabulary, sieve) for n in range(sieve.count)]
+    found = [_record(columns, n, vocabulary) for n in range(sieve.count)]
+    _leave_out(sieve, found)
+    good = {place: one for place, one in enumerate(found) if isinstance(one, np.ndarray)}
     size = length
     if size is None:
-        size = max((one.shape[1] for one in found if one is not None), default=1)
+        size = max((one.shape[1] for one in good.values()), default=1)
         _logger.info(
             "data set %s: records.length is not declared, so its longest record's, %d tokens, is "
             "taken, and counts as public",
             *(sieve.origin, size),
         )
-    x = np.zeros((sieve.count, len(rows), size), np.int64)
-    for place, one in enumerate(found):
-        if one is None:
-            continue
-        if one.shape[1] > size:
-            sieve.clamp(place, _IDS, f"is cut at {size} tokens", one.shape[1])
+    x = np.zeros((sieve.count, len(columns), size), np.int64)
+    for place, one in good.items():
         x[place, :, : one.shape[1]] = one[:, :size]
-        if not x[place, 1].any():
-            sieve.leave_out(place, _MASK, f"has no 1 for the first {size} tokens; pad on the right")
+    long = [place for place, one in good.items() if one.shape[1] > size]
+    sieve.clamp(long, _IDS, f"is cut at {size} tokens")
+    empty = [place for place in good if not x[place, 1].any()]
+    sieve.leave_out(empty, _MASK, f"has no 1 for the first {size} tokens; pad on the right")
     return x
+
+
+_Fault = tuple[str, str]
+"""(Column, reason) of a record that is left out."""
+
+
+def _leave_out(sieve: RecordFilter, found: Sequence[np.ndarray | _Fault]) -> None:
+    rows = dict[_Fault, list[int]]()
+    for row, one in enumerate(found):
+        if isinstance(one, tuple):
+            rows.setdefault(one, []).append(row)
+    for fault, bad in rows.items():
+        sieve.leave_out(bad, *fault)
 
 
 def is_next_token(label: str | None, declared: bool = False) -> bool:
@@ -144,49 +156,39 @@ def read_token_labels(
     whether the two ends of a span are labels, too. label: the column.
     """
     y = np.full((len(x), x.shape[-1]), UNLABELLED, np.int64)
-    for place, cell in enumerate(cells):
-        row = _whole(cell)
+    found = list[np.ndarray | _Fault]()
+    for cell, text in zip(cells, lists[_DECODER if _DECODER in lists else _IDS], strict=True):
+        row, count = _whole(cell), len(text) if hasattr(text, "__len__") else 0
         if row is None:
-            sieve.leave_out(place, label, "is not a list of whole numbers, one for each token")
-            continue
-        text = lists[_DECODER if _DECODER in lists else _IDS][place]
-        count = len(text) if hasattr(text, "__len__") else 0
-        if len(row) not in {count, y.shape[1], 2 if span else count}:
-            sieve.leave_out(
-                place, label, "has another number of labels than the record has tokens", row
-            )
-            continue
-        y[place, : len(row)] = row[: y.shape[1]]
+            found.append((label, "is not a list of whole numbers, one for each token"))
+        elif len(row) in {count, y.shape[1], 2 if span else count}:
+            found.append(row)
+            y[len(found) - 1, : len(row)] = row[: y.shape[1]]
+        else:
+            found.append((label, "has another number of labels than the record has tokens"))
+    _leave_out(sieve, found)
     if _has_mask(x):
         y[x[:, 1] == 0] = UNLABELLED
     return y
 
 
 def _record(
-    columns: Mapping[str, Sequence[Any]],
-    rows: Sequence[str],
-    place: int,
-    vocabulary: int | None,
-    sieve: RecordFilter,
-) -> np.ndarray | None:
-    ids = _whole(columns[_IDS][place])
+    columns: Mapping[str, Sequence[Any]], place: int, vocabulary: int | None
+) -> np.ndarray | _Fault:
+    """Return a record's rows, padded to the longest of them, or its fault."""
+    ids, most = _whole(columns[_IDS][place]), np.inf if vocabulary is None else vocabulary - 1
     if ids is None or (ids < 0).any() or not 0 < len(ids) <= _LONGEST:
-        sieve.leave_out(place, _IDS, "is not a list of tokens, whole numbers from 0")
-        return None
-    if vocabulary is not None and not (ids < vocabulary).all():
-        sieve.leave_out(place, _IDS, f"has a token outside 0 to {vocabulary - 1}")
-        return None
+        return _IDS, "is not a list of tokens, whole numbers from 0"
+    if (ids > most).any():
+        return _IDS, f"has a token outside 0 to {most}"
     found = [ids]
-    for name in rows[1:]:
-        row = _whole(columns[name][place])
-        apart = name == _DECODER
-        most = 1 if name == _MASK else vocabulary - 1 if apart and vocabulary else np.inf
+    for name in [*columns][1:]:
+        row, apart = _whole(columns[name][place]), name == _DECODER
+        limit = 1 if name == _MASK else most if apart else np.inf
         fits = row is not None and (apart or len(row) == len(ids))
-        if row is None or not (fits and ((row >= 0) & (row <= most)).all()):
+        if row is None or not (fits and ((row >= 0) & (row <= limit)).all()):
             told = "whole numbers" + ", one for each token" * (not apart)
-            told = "0 or 1 for each token" if name == _MASK else told
-            sieve.leave_out(place, name, f"is not a list of {told}")
-            return None
+            return name, f"is not a list of {'0 or 1 for each token' if name == _MASK else told}"
         found.append(row)
     size = max(map(len, found))
     return np.stack([np.pad(row, (0, size - len(row))) for row in found])

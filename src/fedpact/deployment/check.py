@@ -15,7 +15,7 @@ from fedpact.common.errors import DataError, FedpactError, PolicyRefused
 from fedpact.common.format import toml, toml_key
 from fedpact.data.cells import NOT_UTF_8, Cells, find_named, read_columns, read_npz
 from fedpact.data.columns import ColumnDifference, FileColumn, declared_columns
-from fedpact.data.schema import Column, ValueRange
+from fedpact.data.schema import Column
 from fedpact.data.summary import ColumnCells, ColumnSummary, count_classes, summarise_array
 from fedpact.deployment.keys import check_site_keys
 from fedpact.deployment.signatures import read_approvals
@@ -244,14 +244,14 @@ def _mend(
     name: str,
     source: FileColumn,
     seen: Collection[str],
-    own: ValueRange,
+    own: Column,
     remark: str,
     *,
     guessed: bool,
 ) -> Sequence[str]:
     """Return the line for [columns] of site.toml that may mend a column, if any."""
     told, why = dict[str, Any](), ""
-    names = own.names if isinstance(own, Column) and own.other is None else None
+    names = own.names if own.other is None else None
     if names is not None:
         place = dict.fromkeys(names, True)
         foreign = [word for word in seen if not find_named(word, place, False)]

@@ -188,8 +188,7 @@ def own_records(files: SiteFiles, bench: Worker | None = None) -> Own:
     accepted = worker.find_accepted(staged.x, found.y, str(path), found.numbers)
     good = accepted & staged.good
     for whole, why in ((accepted, _NOT_TAKEN), (staged.good, _NOT_FINITE)):
-        for row in (found.numbers[~whole] - sieve.first).tolist():
-            sieve.leave_out(row, "", why)
+        sieve.leave_out((found.numbers[~whole] - sieve.first).tolist(), "", why)
     used = good.nonzero()[:, 0]
     persons, most = number_persons(found.person, used.numpy()), plan.privacy.person_records
     if persons is not None and most is not None:
