@@ -1,7 +1,7 @@
 """Advice on the scaling of columns, and declarations for known public tables.
 
 A record's gradient grows with its numbers. Next to an age of 60 a value of 0 or 1 has almost no
-effect, and clipping shortens both alike. Noise drowns numbers of a thousandth.
+effect, and clipping shortens both alike.
 
 NAME.toml, next to this file, has [records] for a plan on the data set NAME, from its description
 and general knowledge of such measurements.
@@ -24,22 +24,8 @@ _WIDE: Final = 10.0
 _BESIDE: Final = 10.0
 # Columns without names that are a table's. Of pixels in a row some are hardly ever other numbers.
 _TABLE: Final = 50
-# A record's length, below which noise that suits a bound of 1 or so is more than its share.
-_SHORT: Final = 0.3
 _SHOWN: Final = 5
-_REMEDY: Final = (
-    "Declare what the values can be, from public knowledge and not from the file, and a scale, in "
-    "the plan and in a deployment's federation.toml:"
-)
 _FOUND: Final = " (found by looking at the records, as this machine's owner may)"
-_MEND: Final = {
-    False: "Declare a range from public knowledge, as narrow as it allows, and a scale: "
-    '[records.columns.NAME] with range = [LEAST, MOST], clamp = true and scale = "range".',
-    True: "These columns are scaled as declared, so the range is far too wide or the file is in "
-    'another unit: narrow the range, or declare scale = "standard" with a mean and deviation from '
-    "public knowledge.",
-}
-"""Whether a column has a declared scale -> what to do when its numbers differ little."""
 
 _logger = logging.getLogger("fedpact")
 
@@ -57,85 +43,28 @@ def advise(
     *,
     values: bool = True,
 ) -> None:
-    """Warn of numbers far from 0, with little variation, or near 0, with the lines that scale them.
+    """Warn of numbers far from 0 or with little variation, with the lines that scale them.
 
     shape: a record's. features: a table's columns, () without names. x: the records [n, *shape], if
     they may be read, on their owner's machine; declared ranges take precedence. values: whether the
     warning may contain values, or only their power of ten, as in a site's log, which may be shared.
     """
     tell: _Tell = "{:.3g}".format if values else _coarsely
-    columns: list[_Column] = [("", form, x)]
+    columns: list[_Column] = [("", form.general, x)]
     if len(shape) == 1:
         names = features or tuple(map(str, range(shape[0])))
         columns = [
             (name, form.of(name), None if x is None else x[:, k]) for k, name in enumerate(names)
         ]
-    wide = [(name, own, _furthest(own, some)) for name, own, some in columns]
-    wide = [each for each in wide if each[2] >= _WIDE]
+    wide = {one[0]: one for one in columns if _furthest(*one[1:]) >= _WIDE}
+    if len(columns) <= _TABLE and len(shape) == 1:
+        _warn_of_little(origin, [one for one in columns if one[0] not in wide], tell)
     if len(wide) > _SHOWN and not features and not form.columns:
         # Without names, such as pixels in a row: a declaration applies to all columns.
-        wide = [("", form, max(far for *_, far in wide))]
+        wide = {"": ("", form.general, x)}
     if wide:
-        _logger.warning(_warn_of_wide(origin, wide, tell))
-    if len(shape) == 1 and len(columns) <= _TABLE:
-        known = {name for name, *_ in wide}
-        _warn_of_little(origin, [each for each in columns if each[0] not in known], tell)
-    if x is not None and all(own.scale == "none" for _, own, _ in columns):
-        _warn_of_short(origin, x, tell)
-    _warn_of_order(origin, columns)
-
-
-def _coarsely(far: float) -> str:
-    return f"up to {10.0 ** math.ceil(math.log10(far)):.0e}" if math.isfinite(far) else "inf"
-
-
-def _warn_of_wide(origin: str, wide: Sequence[tuple[str, Column, float]], tell: _Tell) -> str:
-    """Return the warning for columns (name, declaration, largest magnitude); name "" for all."""
-    # Declared values are public.
-    told = [(name, tell(far) if _extent(own) is None else f"{far:g}") for name, own, far in wide]
-    how = _FOUND if any(_extent(own) is None for _, own, _ in wide) else ""
-    what = (
-        "numbers of these columns get far from 0: "
-        f"{list_some([f'{n} ({far})' for n, far in told], _SHOWN)}"
-        f"{how}. A gradient is as long as its record's numbers, so narrow columns are lost next to "
-        "wide ones"
-    )
-    lines = "\n\n".join(_lines(name, own) for name, own, _ in wide[:_SHOWN])
-    if not wide[0][0]:
-        what = (
-            f"numbers get as far as {told[0][1]} from 0{how}. A gradient is as long as its "
-            "record's numbers, so a step that suits numbers of about 1 is far too long for these"
-        )
-        own = wide[0][1]
-        lines = f'[records]\nlow = {_end(own.low)}\nhigh = {_end(own.high)}\nscale = "range"'
-    return f"{origin}: {what}, and a model may do no better than chance. {_REMEDY}\n\n{lines}"
-
-
-def _warn_of_little(origin: str, columns: Sequence[_Column], tell: _Tell) -> None:
-    told = dict[tuple[bool, bool], list[str]]()
-    for name, own, x in columns:
-        scaled = own.scale != "none"
-        looked = scaled or _extent(own) is None
-        far = _beside(own, x if looked else None)
-        if far > _BESIDE:
-            shown = f"{name} ({tell(far) if looked else f'{far:.3g}'} times)"
-            told.setdefault((scaled, looked), []).append(shown)
-    for (scaled, looked), alike in told.items():
-        _logger.warning(
-            f"{origin}: numbers of these columns are much farther from 0 than they differ: "
-            f"{list_some(alike, _SHOWN)}{_FOUND * looked}. A model can hardly tell them apart. "
-            f"{_MEND[scaled]}"
-        )
-
-
-def _warn_of_order(origin: str, columns: Sequence[_Column]) -> None:
-    ordered = [
-        name
-        for name, own, _ in columns
-        if isinstance(own, Column)
-        and len(own.names or []) > 2
-        and "scale" not in own.model_fields_set
-    ]
+        _warn_of_wide(origin, [*wide.values()], tell)
+    ordered = [n for n, own, _ in columns if own.names and len(own.names) > 2 and _unscaled(own)]
     if ordered:
         _logger.warning(
             f"{origin}: the categories of {list_some(ordered, _SHOWN)} become 0, 1, 2, ..., as if "
@@ -144,12 +73,57 @@ def _warn_of_order(origin: str, columns: Sequence[_Column]) -> None:
         )
 
 
+def _coarsely(far: float) -> str:
+    return f"up to {10.0 ** math.ceil(math.log10(far)):.0e}" if math.isfinite(far) else "inf"
+
+
+def _unscaled(own: Column) -> bool:
+    return "scale" not in own.model_fields_set
+
+
+def _warn_of_wide(origin: str, wide: Sequence[_Column], tell: _Tell) -> None:
+    # Declared values are public.
+    far = [
+        tell(_furthest(own, x)) if _extent(own) is None else f"{_extent(own):g}"
+        for _, own, x in wide
+    ]
+    told = [f"{name} ({most})" for (name, *_), most in zip(wide, far, strict=True)]
+    which = f"numbers of these columns get far from 0: {list_some(told, _SHOWN)}"
+    how = _FOUND if any(_extent(own) is None for _, own, _ in wide) else ""
+    lines = "\n\n".join(_lines(name, own) for name, own, _ in wide[:_SHOWN])
+    _logger.warning(
+        f"{origin}: {which if wide[0][0] else f'numbers get as far as {far[0]} from 0'}{how}. A "
+        "gradient is as long as its record's numbers: narrow columns are lost next to wide ones, a "
+        "step that suits numbers of about 1 is far too long, and a model may do no better than "
+        "chance. Declare what the values can be, from public knowledge and not from the file, and "
+        f"a scale, in the plan and in a deployment's federation.toml:\n\n{lines}"
+    )
+
+
+def _warn_of_little(origin: str, columns: Sequence[_Column], tell: _Tell) -> None:
+    told, how = list[str](), ""
+    for name, own, x in columns:
+        looked = own.scale != "none" or _extent(own) is None
+        far = _beside(own, x if looked else None)
+        if far > _BESIDE:
+            told.append(f"{name} ({tell(far) if looked else f'{far:.3g}'} times)")
+            how = _FOUND if looked else how
+    if told:
+        _logger.warning(
+            f"{origin}: numbers of these columns are much farther from 0 than they differ: "
+            f"{list_some(told, _SHOWN)}{how}. A model can hardly tell them apart. Correct a file "
+            "in another unit, or declare a range from public knowledge, as narrow as it allows: "
+            '[records.columns.NAME] with range = [LEAST, MOST], clamp = true and scale = "range"; '
+            'or scale = "standard" with a mean and deviation from public knowledge.'
+        )
+
+
 def _beside(own: Column, x: Tensor | None) -> float:
     """Return the distance from 0 of a column's scaled numbers [n], divided by their spread.
 
     0 if it is unknown, for codes, and if all are equal. The outer one per cent is ignored.
     """
-    if own.scale in ("one-hot", "released") or (own.categories):
+    if own.scale in ("one-hot", "released") or own.categories:
         return 0.0
     if x is not None:
         good = x[x.isfinite()].double().sort().values
@@ -161,25 +135,6 @@ def _beside(own: Column, x: Tensor | None) -> float:
         return 0.0
     low, high = rescale(torch.tensor(ends, dtype=torch.float64), own).tolist()
     return abs(low + high) / abs(high - low) if low != high else 0.0
-
-
-def _warn_of_short(origin: str, x: Tensor, tell: _Tell) -> None:
-    longest = _largest_magnitude(torch.linalg.vector_norm(x.flatten(1), dim=1))
-    if 0 < longest < _SHORT:
-        _logger.warning(
-            f"{origin}: all numbers stay near 0: no record is longer than {tell(longest)}"
-            f"{_FOUND}; expected about 1. A gradient is as long as its record's numbers, so a "
-            "step that suits numbers of about 1 is far too short for these, and noise is louder. "
-            f"{_REMEDY}\n\n"
-            '[records]\nlow = ...\nhigh = ...\nscale = "range"\n\n'
-            "or columns by their names: [records.columns.NAME] with range = [LEAST, MOST] and "
-            'scale = "range".'
-        )
-
-
-def _largest_magnitude(x: Tensor) -> float:
-    good = x[x.isfinite()]
-    return float(good.abs().max()) if good.numel() else 0.0
 
 
 def find_undeclared(form: RecordForm, features: Sequence[str]) -> str:
@@ -215,10 +170,15 @@ def _extent(own: Column) -> float | None:
 
 def _furthest(own: Column, x: Tensor | None) -> float:
     declared = _extent(own)
-    return declared if declared is not None else 0.0 if x is None else _largest_magnitude(x)
+    if declared is not None or x is None:
+        return declared or 0.0
+    good = x[x.isfinite()]
+    return float(good.abs().max()) if good.numel() else 0.0
 
 
 def _lines(name: str, own: Column) -> str:
+    if not name:
+        return f'[records]\nlow = {_end(own.low)}\nhigh = {_end(own.high)}\nscale = "range"'
     key = toml_key(name)
     if own.categories is not None:
         return f'[records.columns.{key}]\ncategories = {toml(own.categories)}\nscale = "one-hot"'
