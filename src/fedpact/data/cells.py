@@ -405,18 +405,16 @@ def _read_parquet(path: Path) -> Columns:
             "`pip install 'fedpact[parquet]'`, or write the table as CSV"
         ) from error
     try:
-        table = pyarrow.parquet.read_table(path)
+        table = pyarrow.parquet.ParquetFile(path).read()
     except (OSError, pyarrow.ArrowException) as error:
-        with suppress(OSError, pyarrow.ArrowException):
-            names = pyarrow.parquet.read_schema(path).names
-            if twice := [name for name, count in Counter(names).items() if count > 1]:
-                raise DataError(
-                    f"data file {path} has {list_some(twice)} as several columns: give each "
-                    "column a name of its own"
-                ) from error
         raise DataError(
             f"data file {path} cannot be read as Parquet ({type(error).__name__}): write it again"
         ) from error
+    if twice := [name for name, n in Counter(table.column_names).items() if n > 1]:
+        raise DataError(
+            f"data file {path} has {list_some(twice)} as several columns: give each column a name "
+            "of its own"
+        )
     check_printable(f"data file {path}", "column", table.column_names)
     cells = {name: arrow_cells(table.column(name)) for name in table.column_names}
     return Columns(cells, index=index_of(table))

@@ -14,12 +14,7 @@ import numpy as np
 
 from fedpact.common.errors import DataError
 from fedpact.common.format import count_noun, number, percent, toml, toml_key
-from fedpact.data.cells import (
-    NOT_UTF_8,
-    conversion,
-    read_columns,
-    read_npz,
-)
+from fedpact.data.cells import NOT_UTF_8, conversion, read_columns, read_npz
 from fedpact.data.inputs import check_role
 from fedpact.data.schema import RecordForm
 from fedpact.data.summary import (

@@ -10,10 +10,8 @@ Pillow's images become arrays [channels, height, width] of 0..255. To scale them
 `records = {"low": 0, "high": 255, "scale": "range"}`.
 """
 
-import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -47,7 +45,6 @@ _KINDS: Final = (
 _AT_A_SITE: Final = "; a deployed site's owner names it as label in site.toml"
 _INDEX: Final = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")
 """What pandas calls a column that numbers rows, in Parquet and, unnamed, in a CSV."""
-_logger = logging.getLogger("fedpact")
 
 
 def read_table(
@@ -338,23 +335,11 @@ def _is_sites(one: Any) -> bool:
     """Whether a part of data is by itself a table, a file, or several records and their labels."""
     if isinstance(one, str | Path):
         return Path(one).suffix.lower() in SUFFIXES
-    if isinstance(one, tuple) and len(one) == 2:
-        x, y = one
-        return 1 < _length(x) == _length(y) and max(_axes(y), 2) <= _axes(x)
-    rows = isinstance(one, list) and bool(one) and isinstance(one[0], Mapping)
+    if isinstance(one, tuple):
+        return len(one) == 2 and all(_shape(each) != () for each in one)
+    one = one[0] if isinstance(one, list) and one else one
     known = Mapping, Items, DataLoader
-    return rows or isinstance(one, known) or hasattr(one, "columns") or hasattr(one, "column_names")
-
-
-def _length(values: Any) -> int:
-    with suppress(TypeError):  # of a tensor without axes, too
-        return len(values)
-    return 0
-
-
-def _axes(values: Any) -> int:
-    """Return the number of axes of an array, a data frame or lists, by the first of these."""
-    return values.ndim if hasattr(values, "ndim") else 1 + np.ndim(next(iter(values)))
+    return isinstance(one, known) or hasattr(one, "columns") or hasattr(one, "column_names")
 
 
 def columns_of(data: Any) -> Columns | None:

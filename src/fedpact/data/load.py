@@ -211,7 +211,7 @@ def dataset_of(
     names = tuple(map(str, classes))
     if not at_site:
         targets.check_several(name, names, main, form)
-    targets.check_ambiguous(name, names, tables, form)
+    targets.check_ambiguous(name, names, tables, form, at_site is not None)
     ys = [targets.read_labels(table, names, form) for table in tables]
     site = None if main.site is None else targets.read_sites(main)
     person = None
@@ -268,7 +268,7 @@ def load_site(
     """
     is_table, convert = path.suffix.lower() in (".csv", ".parquet"), None
     if not is_table:
-        _check_site_arrays(path, label, classes, form, features, sources)
+        _check_site_arrays(path, label, form, features, sources)
     elif features and label is not None:
         wanted = [*features, label, *([] if person is None else [person])]
         optional = filled_columns(features)
@@ -305,12 +305,11 @@ def load_site(
 def _check_site_arrays(
     path: Path,
     label: str | None,
-    classes: Sequence[str],
     form: RecordForm,
     features: Sequence[str],
     sources: Mapping[str, FileColumn],
 ) -> None:
-    """Raise DataError unless a site's arrays need no columns by name, and say what a label is."""
+    """Raise DataError unless a site's arrays need no columns by name."""
     if sources:
         raise DataError(
             f"data file {path} is no table: [columns] of site.toml names {', '.join(sources)}, "
@@ -328,8 +327,6 @@ def _check_site_arrays(
             f"records is {str(path)!r} with label = {label!r}: expected a file ending in "
             f"{', '.join(SUFFIXES)}, and a label's column for .csv and .parquet alone"
         )
-    if form.labels is None and targets.ambiguous(classes):
-        raise targets.two_meanings(f"data file {path}", classes, "federation.toml")
 
 
 _BESIDE: Final = ("validation", "valid", "val", "dev")

@@ -70,14 +70,19 @@ class ValueRange(BaseModel):
                     "read, has fewer than 128 between them; take an offset off in the file "
                     "(seconds since the first, say), and declare the range of what is left"
                 )
-        low = -math.inf if self.low is None else self.low
-        high = math.inf if self.high is None else self.high
+        low, high = self.ends
         if isinstance(self.fill, float) and not low <= self.fill <= high:
             raise ValueError(
                 f"fill = {self.fill:g} is beyond low = {self.low} and high = {self.high}: it "
                 "stands for a value that is missing; expected one between them"
             )
         return self
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Low and high, infinite if they are not given."""
+        low, high = self.low, self.high
+        return -math.inf if low is None else low, math.inf if high is None else high
 
     @property
     def bounded(self) -> bool:
@@ -114,9 +119,7 @@ class Column(ValueRange):
 
     @model_validator(mode="after")
     def _range_or_categories(self) -> Self:
-        if (self.scale == "standard") != (self.mean is not None and self.deviation is not None) or (
-            self.mean is None
-        ) != (self.deviation is None):
+        if {self.scale == "standard"} != {self.mean is not None, self.deviation is not None}:
             raise ValueError(
                 f'scale = "{self.scale}" with mean = {self.mean} and deviation = {self.deviation}: '
                 'expected scale = "standard" with both, or none of them'

@@ -4,6 +4,7 @@ Every figure here is exact and unprotected. It is printed on the machine that ha
 sharing it is a release.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,14 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from fedpact.common.format import list_some, number, percent
-from fedpact.data.cells import (
-    Cells,
-    find_named,
-    is_blank,
-    is_missing,
-    text_of,
-    to_numbers,
-)
+from fedpact.data.cells import Cells, find_named, is_blank, is_missing, text_of, to_numbers
 from fedpact.data.schema import Column, RecordForm
 
 _MOST: Final = 0.05
@@ -110,7 +104,8 @@ class ColumnCells:
             return "nothing"
         if 2 * len(self.finite) >= here:
             return "numbers"
-        return "dates" if 2 * sum(map(is_date, self.words.values())) >= here else "text"
+        dates = sum(_DATE.fullmatch(word) is not None for word in self.words.values())
+        return "dates" if 2 * dates >= here else "text"
 
     @property
     def finite(self) -> np.ndarray:
@@ -128,25 +123,20 @@ class ColumnCells:
         words = (text_of(cell) for cell in self.cells if is_blank(cell))
         return Counter(word for word in words if not is_missing(word))
 
-    def spread(self, *shares: float) -> list[float | None]:
-        """Return the quantiles of the finite numbers."""
-        finite = self.finite
-        if not finite.size:
-            return [None] * len(shares)
-        return [float(value) for value in np.quantile(finite, shares)]
-
     def summary(self, own: Column | None = None) -> ColumnSummary:
         """Summarise the column. own: its declaration, or None."""
         kind, count = self.kind, max(len(self.x), 1)
         outside, remark = np.zeros(0, bool), describe_form(self.texts) if kind == "text" else ""
         if own is not None:
             outside, remark = _beside(self, own, kind)
-        low, median, high = self.spread(0.0, 0.5, 1.0) if kind == "numbers" else (None,) * 3
+        told = (
+            np.quantile(self.finite, (0.0, 0.5, 1.0)).tolist() if kind == "numbers" else [None] * 3
+        )
         few = Counter(self.words.values() if kind in ("text", "dates") else ())
         return ColumnSummary(
             self.name,
             kind,
-            *(low, median, high),
+            *told,
             float(self.blank.sum() / count),
             float(outside.sum() / count),
             tuple(few.most_common(_SHOWN)),
@@ -161,25 +151,17 @@ def summarise_array(x: np.ndarray, form: RecordForm) -> list[ColumnSummary]:
     if x.ndim == 2 and x.shape[1] <= 50:
         columns = [ColumnCells.of(str(k), x[:, k]) for k in range(x.shape[1])]
         return [one.summary(form.of(one.name)) for one in columns]
-    return [ColumnCells.of("all values", x.reshape(-1)).summary(form)]
+    return [ColumnCells.of("all values", x.reshape(-1)).summary(form.general)]
 
 
 def describe_range(own: Column) -> str:
     """Describe a column's declaration."""
     if own.categories is not None:
         return "one of " + ", ".join(map(str, own.categories))
-    if own.low is not None and own.high is not None:
-        return f"{number(own.low)} to {number(own.high)}"
-    if own.bounded:
-        return f"from {number(own.low)}" if own.high is None else f"up to {number(own.high)}"
-    if own.mean is not None and own.deviation is not None:
+    if own.mean is not None and own.deviation is not None and not own.bounded:
         return f"about {number(own.mean)} ± {number(own.deviation)}"
-    return "any number"
-
-
-def is_date(text: str) -> bool:
-    """Whether a text is a date or a time in a usual format."""
-    return _DATE.fullmatch(text) is not None
+    low, high = own.ends
+    return f"{number(low)} to {number(high)}" if own.bounded else "any number"
 
 
 def describe_form(texts: Counter[str]) -> str:
@@ -223,10 +205,8 @@ def _beside(found: ColumnCells, own: Column, kind: str) -> tuple[np.ndarray, str
     how = ": Write days since a fixed day" if kind == "dates" else f": {how}" if how else ""
     if kind in ("text", "dates"):
         return wrong, f"{kind}, declared as numbers{how}"
-    low = -np.inf if own.low is None else np.float32(own.low)
-    high = np.inf if own.high is None else np.float32(own.high)
     with np.errstate(over="ignore", invalid="ignore"):
-        x = found.x.astype(np.float32)
+        x, (low, high) = found.x.astype(np.float32), map(np.float32, own.ends)
         beyond = ~wrong & ((x < low) | (x > high))
     remark = _other_unit(found, own, float(beyond.sum() / max((~found.blank).sum(), 1)))
     if how or (wrong.any() and not remark):
@@ -236,32 +216,30 @@ def _beside(found: ColumnCells, own: Column, kind: str) -> tuple[np.ndarray, str
 
 def _other_unit(found: ColumnCells, own: Column, beyond: float) -> str:
     """Ask whether a column is in another unit than declared; "" if it does not look so."""
-    first, median, last = found.spread(0.01, 0.5, 0.99)
-    if median is None or first is None or last is None:
+    if not found.finite.size:
         return ""
-    told = f"declared {describe_range(own)}: different unit?"
-    low = -np.inf if own.low is None else own.low
-    high = np.inf if own.high is None else own.high
-    if not low <= median <= high:
-        return f"median {number(median)}, {told}"
-    if beyond > _MOST:
-        return f"{percent(beyond)} beyond, median {number(median)}, {told}"
-    if own.mean is not None and own.deviation is not None:
-        far = abs(median - own.mean) > _FAR * own.deviation
-        return f"median {number(median)}, {told}" if far else ""
-    if own.low is not None and own.high is not None and last > first:
-        narrow = last - first < _NARROW * (own.high - own.low)
-        return f"nearly all from {number(first)} to {number(last)}, {told}" if narrow else ""
-    return ""
+    first, median, last = np.quantile(found.finite, (0.01, 0.5, 0.99)).tolist()
+    low, high = own.ends
+    what = ""
+    if beyond > _MOST and low <= median <= high:
+        what = f"{percent(beyond)} beyond, median {number(median)}"
+    elif not low <= median <= high or (
+        own.mean is not None
+        and own.deviation is not None
+        and abs(median - own.mean) > _FAR * own.deviation
+    ):
+        what = f"median {number(median)}"
+    elif 0 < last - first < _NARROW * (high - low) < math.inf:
+        what = f"nearly all from {number(first)} to {number(last)}"
+    return what and f"{what}, declared {describe_range(own)}: different unit?"
 
 
 def _beside_categories(found: ColumnCells, own: Column) -> tuple[np.ndarray, str]:
-    names = own.names
-    if names is None:
+    if own.names is None:
         known = np.isin(found.x.astype(np.float32), np.array(own.categories, np.float32))
     else:
-        place = dict.fromkeys(names, True)
-        known = np.array([bool(find_named(cell, place, False)) for cell in found.cells], bool)
+        place = dict.fromkeys(own.names, True)
+        known = np.array([find_named(cell, place, False) for cell in found.cells], bool)
     unknown = ~known & ~found.blank
     odd = Counter(text_of(found.cells[row]) for row in unknown.nonzero()[0].tolist())
     if not odd:

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from fedpact.common.errors import DataError
-from fedpact.data.cells import Cells, beyond_floats, cells_of, find_named, is_blank, to_numbers
+from fedpact.data.cells import (
+    EXACT_BELOW,
+    Cells,
+    beyond_floats,
+    cells_of,
+    find_named,
+    is_blank,
+    to_numbers,
+)
 from fedpact.data.dataset import BEYOND, MISSING, RecordFilter
 from fedpact.data.schema import Column, RecordForm
 from fedpact.data.tokens import is_tokens, read_tokens
@@ -190,7 +198,7 @@ def _convert_numbers(table: Table, given: np.ndarray, form: RecordForm, values: 
 def _whole(table: Table, x: np.ndarray) -> np.ndarray:
     """Return int64, with 0 for values that are not integers."""
     with np.errstate(invalid="ignore"):
-        good = (x > -(2**53)) & (x < 2**53) & (x.dtype.kind != "f" or np.rint(x) == x)
+        good = (x > -EXACT_BELOW) & (x < EXACT_BELOW) & (x.dtype.kind != "f" or np.rint(x) == x)
     table.mark(~good, "is not a whole number below 2^53")
     return np.where(good, x, 0).astype(np.int64)
 
@@ -219,16 +227,13 @@ def _keep_range(table: Table, x: np.ndarray, part: Any, own: Column) -> None:
 
 def _bounds(own: Column, dtype: Any) -> tuple[Any, Any]:
     """The range in the numbers' own type, as 0.1 in float32 is a little more than 0.1."""
-    low = -np.inf if own.low is None else own.low
-    high = np.inf if own.high is None else own.high
+    low, high = own.ends
     if dtype == np.float32:
         with np.errstate(over="ignore"):
             return np.float32(low), np.float32(high)
-    # Bounds as integers, as float64 would round the compared numbers.
-    limits = np.iinfo(np.int64)
-    first = limits.min if math.isinf(low) else max(math.ceil(low), limits.min)
-    last = limits.max if math.isinf(high) else min(math.floor(high), limits.max)
-    return np.int64(min(first, limits.max)), np.int64(max(last, limits.min))
+    # Bounds as integers, as float64 would round the compared numbers, which are below 2^53.
+    first, last = np.clip(own.ends, -EXACT_BELOW, EXACT_BELOW)
+    return np.int64(math.ceil(first)), np.int64(math.floor(last))
 
 
 def _places(cells: Cells, own: Column) -> np.ndarray:

@@ -303,22 +303,20 @@ def ambiguous(classes: Sequence[str]) -> bool:
 
 
 def check_ambiguous(
-    name: str, classes: Sequence[str], tables: Sequence[Table], form: RecordForm
+    name: str, classes: Sequence[str], tables: Sequence[Table], form: RecordForm, at_site: bool
 ) -> None:
-    """Raise DataError if a number among the labels may be a class's place or another's name."""
+    """Raise DataError if labels of arrays may mean two classes, a name or a place.
+
+    At a site, whatever they are: one that is text makes text of all.
+    """
     asked = form.target.kind == "class" and form.labels is None and ambiguous(classes)
-    for table in tables if asked else ():
-        if table.labels is None and isinstance(table.y, np.ndarray) and table.y.dtype.kind in "iuf":
-            raise two_meanings(f"data set {name}", classes, "the plan")
-
-
-def two_meanings(data: str, classes: Sequence[str], file: str) -> DataError:
-    """Return the error for classes that are named by numbers other than their places."""
-    return DataError(
-        f"{data}: the classes {', '.join(classes)} are named by numbers other than their places, "
-        'so a label in an array may mean two: set labels = "names" or "numbers" in [records] of '
-        f"{file}"
-    )
+    if asked and any(t.labels is None and (at_site or t.y.dtype.kind in "iuf") for t in tables):
+        raise DataError(
+            f"data {'file' if at_site else 'set'} {name}: the classes {', '.join(classes)} are "
+            "named by numbers other than their places, so a label in an array may mean two: set "
+            f'labels = "names" or "numbers" in [records] of '
+            f"{'federation.toml' if at_site else 'the plan'}"
+        )
 
 
 def read_labels(table: Table, classes: Sequence[str], form: RecordForm) -> np.ndarray:
