@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,7 +183,7 @@ def test_inner_dirichlet_shares_have_the_law_s_moments():
     rng, b, found = np.random.default_rng(3), 1.5, []
     y = np.repeat([0, 1], 2000)
     for _ in range(6):
-        parts = splits.inner_dirichlet(y, 500, b, rng)
+        parts = splits.inner_dirichlet(y, 500, SimpleNamespace(beta=b), rng)
         found += [float((y[part] == 0).mean()) for part in parts]
     v = 1 / (4 * (2 * b + 1))
     expected = v + (1 / 4 - v) / 8
@@ -194,7 +195,7 @@ def test_inner_dirichlet_shares_have_the_law_s_moments():
 def test_feature_skew_follows_its_parameter(strictness):
     rng = np.random.default_rng(5)
     values = rng.standard_normal(4000)
-    parts = splits.feature_skew(values, 8, strictness, rng)
+    parts = splits.feature_skew(values, 8, SimpleNamespace(strictness=strictness), rng)
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(4000))
     assert {len(part) for part in parts} == {500}
     lows, highs = [values[p].min() for p in parts], [values[p].max() for p in parts]
@@ -290,5 +291,7 @@ def test_a_tiny_beta_splits_for_every_seed(beta):
     """Shares so small that a product with them is rounded: about one seed in a hundred."""
     y = np.random.default_rng(0).integers(0, 10, 200)
     for seed in range(120):
-        parts = splits.inner_dirichlet(y, 5, beta, np.random.default_rng(seed))
+        parts = splits.inner_dirichlet(
+            y, 5, SimpleNamespace(beta=beta), np.random.default_rng(seed)
+        )
         assert sorted(np.concatenate(parts).tolist()) == [*range(200)]

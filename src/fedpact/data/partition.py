@@ -58,15 +58,8 @@ def _labels_mistake(settings: Any) -> str:
 
 
 _LABELS: Final = PartitionKind(
-    lambda y, sites, s, rng: splits.by_labels(y, sites, s.labels_per_site, rng),
-    by="label",
-    own=("labels_per_site",),
-    mistake=_labels_mistake,
+    splits.by_labels, by="label", own=("labels_per_site",), mistake=_labels_mistake
 )
-
-
-def _power_law(y: np.ndarray, sites: int, s: Any, rng: Generator) -> splits.Indices:
-    return splits.power_law(y, sites, (s.smallest, s.largest), s.exponent, s.labels_per_site, rng)
 
 
 def _power_law_mistake(settings: Any) -> str:
@@ -86,42 +79,23 @@ def _growing(units: Callable[[np.ndarray], np.ndarray]) -> PartitionKind:
 
 
 PARTITION_KINDS: Final[dict[str, PartitionKind]] = {
-    "iid": PartitionKind(lambda y, sites, _, rng: splits.iid(y, sites, rng)),
+    "iid": PartitionKind(splits.iid),
     "dirichlet": PartitionKind(
-        lambda y, sites, s, rng: splits.dirichlet(y, sites, s.beta, rng),
-        by="label",
-        own=("beta",),
-        least=splits.DIRICHLET_LEAST,
+        splits.dirichlet, by="label", own=("beta",), least=splits.DIRICHLET_LEAST
     ),
-    "inner_dirichlet": PartitionKind(
-        lambda y, sites, s, rng: splits.inner_dirichlet(y, sites, s.beta, rng),
-        by="label",
-        own=("beta",),
-    ),
+    "inner_dirichlet": PartitionKind(splits.inner_dirichlet, by="label", own=("beta",)),
     "quantity_skew": PartitionKind(
-        lambda y, sites, s, rng: splits.quantity_skew(y, sites, s.beta, rng),
-        own=("beta",),
-        least=splits.DIRICHLET_LEAST,
+        splits.quantity_skew, own=("beta",), least=splits.DIRICHLET_LEAST
     ),
     "labels": _LABELS,
     "pathological": _LABELS,  # what flwr-datasets calls it
-    "shards": PartitionKind(
-        lambda y, sites, s, rng: splits.shards(y, sites, s.shards_per_site, rng),
-        by="label",
-        own=("shards_per_site",),
-    ),
-    "feature_skew": PartitionKind(
-        lambda values, sites, s, rng: splits.feature_skew(values, sites, s.strictness, rng),
-        by="feature",
-        own=("feature", "strictness"),
-    ),
+    "shards": PartitionKind(splits.shards, by="label", own=("shards_per_site",)),
+    "feature_skew": PartitionKind(splits.feature_skew, by="feature", own=("feature", "strictness")),
     "feature_noise": PartitionKind(
-        lambda y, sites, _, rng: splits.iid(y, sites, rng),
-        own=("noise",),
-        noise=lambda s, place: (s.noise * place) ** 0.5,
+        splits.iid, own=("noise",), noise=lambda s, place: (s.noise * place) ** 0.5
     ),
     "power_law": PartitionKind(
-        _power_law,
+        splits.power_law,
         own=("labels_per_site", "smallest", "largest", "exponent"),
         mistake=_power_law_mistake,
     ),

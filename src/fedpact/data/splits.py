@@ -1,13 +1,14 @@
 """How records are spread over sites: one function for each kind of partition.
 
-Each takes labels y [n] (int64) or a feature's values, the number of sites and a seeded generator,
-and returns one array of indices for each site. No record goes to two sites; `by_labels` and
-`power_law` may leave some out.
+Each takes labels y [n] (int64) or a feature's values, the number of sites, a partition's settings
+and a seeded generator, and returns one array of indices for each site. No record goes to two sites;
+`by_labels` and `power_law` may leave some out.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +23,12 @@ DIRICHLET_LEAST = 10  # records every site of a Dirichlet split has
 _TRIES = 2000
 
 
-def iid(y: np.ndarray, sites: int, rng: Generator) -> Indices:
+def iid(y: np.ndarray, sites: int, _: Any, rng: Generator) -> Indices:
     """Shuffle, and cut into equal parts (sizes differ by at most 1)."""
     return np.array_split(rng.permutation(len(y)), sites)
 
 
-def dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Indices:
+def dirichlet(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
     """Spread each label over the sites by proportions drawn from Dirichlet(beta, ..., beta).
 
     Label by label, a site that already has n / sites records gets no more; all proportions are
@@ -35,23 +36,25 @@ def dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Indices
     non-IID data silos, ICDE 2022, section 4; the split of FedFDP's and ALI-DPFL's experiments).
     Raises DataError: not reached in 2,000 tries.
     """
-    per_label = np.unique(y, return_counts=True)[1]
-    for _ in range(_TRIES):
-        parts = _dirichlet_counts(per_label, sites, beta, rng)
-        if parts.sum(axis=0).min() >= DIRICHLET_LEAST:
-            break
-    else:
-        raise DataError(
-            f"a Dirichlet split of {len(y)} records over {sites} sites with beta = {beta} left a "
-            f"site with fewer than {DIRICHLET_LEAST} records in each of {_TRIES} tries: raise beta "
-            "or take fewer sites"
-        )
+    labels, per_label = np.unique(y, return_counts=True)
+    parts = _large_enough(lambda: _dirichlet_counts(per_label, sites, settings.beta, rng), settings)
     dealt: list[Indices] = [[] for _ in range(sites)]
-    for label, counts in zip(np.unique(y), parts, strict=True):
+    for label, counts in zip(labels, parts, strict=True):
         records = rng.permutation(np.flatnonzero(y == label))
         for site, part in zip(dealt, np.split(records, np.cumsum(counts)[:-1]), strict=True):
             site.append(part)
     return [np.concatenate(parts) for parts in dealt]
+
+
+def _large_enough(draw: Callable[[], np.ndarray], settings: Any) -> np.ndarray:
+    """Draw numbers of records [..., sites] until every site has 10."""
+    for _ in range(_TRIES):
+        if (counts := draw()).sum(0).min() >= DIRICHLET_LEAST:
+            return counts
+    raise DataError(
+        f"partition.kind = {settings.kind!r} with beta = {settings.beta} left a site with fewer "
+        f"than {DIRICHLET_LEAST} records in each of {_TRIES} tries: raise beta or take fewer sites"
+    )
 
 
 def _dirichlet_counts(per_label: np.ndarray, sites: int, beta: float, rng: Generator) -> np.ndarray:
@@ -70,22 +73,20 @@ def _dirichlet_counts(per_label: np.ndarray, sites: int, beta: float, rng: Gener
     return np.stack(rows)
 
 
-def quantity_skew(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Indices:
+def quantity_skew(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
     """Shuffle, and cut by proportions drawn from Dirichlet(beta, ..., beta).
 
     They are drawn again until every site has 10 records (Li, Diao, Chen, He, as above, section
     4.4). Raises DataError: not reached in 2,000 tries.
     """
-    for _ in range(_TRIES):
-        reached = np.cumsum(rng.dirichlet(np.full(sites, beta)))
+
+    def draw() -> np.ndarray:
+        reached = np.cumsum(rng.dirichlet(np.full(sites, settings.beta)))
         cuts = (reached[:-1] / reached[-1] * len(y)).astype(np.int64)
-        if np.diff(cuts, prepend=0, append=len(y)).min() >= DIRICHLET_LEAST:
-            return np.split(rng.permutation(len(y)), cuts)
-    raise DataError(
-        f"Dirichlet sizes of {sites} sites for {len(y)} records with beta = {beta} left a site "
-        f"with fewer than {DIRICHLET_LEAST} records in each of {_TRIES} tries: raise beta or take "
-        "fewer sites"
-    )
+        return np.diff(cuts, prepend=0, append=len(y))[None]
+
+    sizes = _large_enough(draw, settings)[0]
+    return np.split(rng.permutation(len(y)), np.cumsum(sizes[:-1]))
 
 
 def growing(y: np.ndarray, units: np.ndarray, rng: Generator) -> Indices:
@@ -97,7 +98,7 @@ def growing(y: np.ndarray, units: np.ndarray, rng: Generator) -> Indices:
     return np.split(rng.permutation(len(y)), np.cumsum(sizes[:-1]))
 
 
-def inner_dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> Indices:
+def inner_dirichlet(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
     """Give sites of equal sizes (give or take 1) labels by proportions from Dirichlet(beta, ...).
 
     In a random order of sites, record by record, a site takes a label by its own proportions among
@@ -106,7 +107,7 @@ def inner_dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> I
     """
     labels, place = np.unique(y, return_inverse=True)
     stock = [rng.permutation(np.flatnonzero(place == k)).tolist() for k in range(len(labels))]
-    weights = rng.dirichlet(np.full(len(labels), beta), size=sites)
+    weights = rng.dirichlet(np.full(len(labels), settings.beta), size=sites)
     parts: list[list[int]] = [[] for _ in range(sites)]
     turns = rng.permutation(np.arange(len(y)) % sites)
     reached = np.cumsum(weights, axis=1)
@@ -123,23 +124,24 @@ def inner_dirichlet(y: np.ndarray, sites: int, beta: float, rng: Generator) -> I
     return [np.array(part, np.int64) for part in parts]
 
 
-def feature_skew(values: np.ndarray, sites: int, strictness: float, rng: Generator) -> Indices:
+def feature_skew(values: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
     """Sort by s z + (1 - s) ε and cut into equal parts; z: standardised values [n], ε: N(0, 1).
 
     Equal values are in random order. It is flwr-datasets' ContinuousPartitioner, s its strictness.
     """
     z = (values - values.mean()) / (values.std() or 1.0)
+    strictness = settings.strictness
     blend = strictness * z + (1 - strictness) * rng.standard_normal(len(z))
     return np.array_split(np.lexsort((rng.random(len(z)), blend)), sites)
 
 
-def by_labels(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> Indices:
-    """Give every site exactly `per_site` labels, and divide each label equally among its sites.
+def by_labels(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
+    """Give every site exactly `labels_per_site` labels, and divide each label equally among its sites.
 
     Labels are used equally often, give or take one; one that no site gets is left out.
     Raises DataError: a label has fewer records than sites that need it.
     """
-    dealt = _deal_labels(y, sites, per_site, rng)
+    dealt = _deal_labels(y, sites, settings.labels_per_site, rng)
     parts: list[Indices] = [[] for _ in range(sites)]
     for label in np.unique(y):
         holders = [site for site in range(sites) if label in dealt[site]]
@@ -172,12 +174,13 @@ def _deal_labels(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> li
     return dealt
 
 
-def shards(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> Indices:
-    """Sort by label, cut into sites · per_site equal shards, deal each site `per_site` of them.
+def shards(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
+    """Sort by label, cut into equal shards, deal each site `shards_per_site` of them.
 
     McMahan, Moore, Ramage, Hampson, Agüera y Arcas, Communication-efficient learning of deep
     networks from decentralized data, AISTATS 2017, section 3. Raises DataError: too few records.
     """
+    per_site = settings.shards_per_site
     number = sites * per_site
     if number > len(y):
         raise DataError(
@@ -190,21 +193,15 @@ def shards(y: np.ndarray, sites: int, per_site: int, rng: Generator) -> Indices:
     return [np.concatenate([cut[shard] for shard in mine]) for mine in deal]
 
 
-def power_law(
-    y: np.ndarray,
-    sites: int,
-    bounds: tuple[int, int],
-    exponent: float,
-    per_site: int | None,
-    rng: Generator,
-) -> Indices:
+def power_law(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
     """Draw sizes from p(s) ∝ s^-exponent on [smallest, largest]; fill each with its labels.
 
-    With per_site = k a site's records come in equal parts (give or take one) from k labels, dealt
+    With labels_per_site = k a site's records come in equal parts (give or take one) from k labels, dealt
     as in `by_labels`: the setting of FedProxVR's experiments. Without, they are drawn at random.
     Raises DataError: more records are needed than there are.
     """
-    sizes = power_law_sizes(sites, bounds, exponent, rng)
+    bounds, per_site = (settings.smallest, settings.largest), settings.labels_per_site
+    sizes = power_law_sizes(sites, bounds, settings.exponent, rng)
     if per_site is None:
         _enough("records", len(y), sizes.sum())
         return np.split(rng.permutation(len(y)), np.cumsum(sizes))[:-1]
