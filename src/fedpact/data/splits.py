@@ -136,7 +136,7 @@ def feature_skew(values: np.ndarray, sites: int, settings: Any, rng: Generator) 
 
 
 def by_labels(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
-    """Give every site exactly `labels_per_site` labels, and divide each label equally among its sites.
+    """Give every site exactly `labels_per_site` labels, and divide a label equally among its sites.
 
     Labels are used equally often, give or take one; one that no site gets is left out.
     Raises DataError: a label has fewer records than sites that need it.
@@ -196,8 +196,8 @@ def shards(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
 def power_law(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indices:
     """Draw sizes from p(s) ∝ s^-exponent on [smallest, largest]; fill each with its labels.
 
-    With labels_per_site = k a site's records come in equal parts (give or take one) from k labels, dealt
-    as in `by_labels`: the setting of FedProxVR's experiments. Without, they are drawn at random.
+    With labels_per_site = k a site's records come in equal parts (give or take one) from k labels,
+    dealt as in `by_labels`: the setting of FedProxVR's experiments. Without, they are drawn at random.
     Raises DataError: more records are needed than there are.
     """
     bounds, per_site = (settings.smallest, settings.largest), settings.labels_per_site
