@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 from fedpact.cli.main import app
 from fedpact.common.errors import DataError
 from fedpact.data.cells import read_columns, to_numbers
-from fedpact.data.draft import draft, propose_range
 from fedpact.data.load import from_python, load_dataset
 from fedpact.data.schema import Column, PlanRecords, RecordForm, Scaling
-from fedpact.data.summary import ColumnCells
+from fedpact.data.summary import ColumnCells, draft, propose_range
 from fedpact.plan import Plan
 
 

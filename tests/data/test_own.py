@@ -322,7 +322,7 @@ def test_a_persons_number_that_a_float_rounds_is_nobodys(kind):
     whose = np.array(persons_of(np.array([end, end - 1, -end, 3], kind), sieve))
     assert sieve.good.tolist() == [False, True, False, True]
     assert whose[[1, 3]].tolist() == [str(int(end - 1)), "3"]
-    assert f"floats round, from {end:.0f} on" in sieve.paragraphs(values=False)[0][1]
+    assert f"floats round, from {end:.0f} on" in sieve.paragraphs(values=False)[0]
     # Text says whose it is, however long, and whole numbers that nothing makes floats of.
     for exact in ([2**53, 2**53 + 1], [str(2**53), str(2**53 + 1)], np.array([2**53 - 1, 7])):
         sieve = RecordFilter("r.npz", 2, 1)

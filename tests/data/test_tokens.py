@@ -151,7 +151,7 @@ def test_a_length_that_would_be_ignored_is_refused(length):
 
 def test_cut_texts_are_no_numbers_in_another_unit():
     sieve = from_python(TABLE, PlanRecords(length=1), "label").sieve
-    assert any("is cut at 1 tokens" in told for _, told in sieve.paragraphs(values=False))
+    assert any("is cut at 1 tokens" in told for told in sieve.paragraphs(values=False))
     assert sieve.mostly_clamped(0.05) == ""
 
 

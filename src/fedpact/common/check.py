@@ -13,7 +13,7 @@ fedpact.common.errors.InputError: sampling_rate is 1.5: expected a number with 0
 
 import sys
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from fedpact.common.errors import InputError
 
@@ -23,13 +23,15 @@ _LARGEST: Final = sys.float_info.max
 WITHOUT_PRIVACY: Final = '; for a run without privacy set privacy.mode = "none"'
 
 
-def _check(good: Callable[[float], bool], expected: str) -> Callable[..., float]:
+def _check(
+    good: Callable[[float], bool], expected: str, kinds: Any = int | float
+) -> Callable[..., Any]:
     """Return a check: given one named number, it returns it if good, else raises InputError."""
 
     def check(**named: float) -> float:
         ((name, value),) = named.items()
         # bool is an int in Python; True is no learning rate.
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, kinds) and not isinstance(value, bool)
         # Written as "not good": every comparison with NaN is false, so NaN is refused.
         if not (number and good(value)):
             remedy = WITHOUT_PRIVACY if name == "epsilon" else ""
@@ -39,28 +41,17 @@ def _check(good: Callable[[float], bool], expected: str) -> Callable[..., float]
     return check
 
 
-finite = _check(lambda v: -_LARGEST <= v <= _LARGEST, "a finite number")
-positive = _check(lambda v: 0 < v <= _LARGEST, "a finite number with {name} > 0")
-non_negative = _check(lambda v: 0 <= v <= _LARGEST, "a finite number with {name} >= 0")
-probability = _check(lambda v: 0 <= v <= 1, "a number with 0 <= {name} <= 1")
-rate = _check(lambda v: 0 < v <= 1, "a number with 0 < {name} <= 1")
+finite: Callable[..., float] = _check(lambda v: -_LARGEST <= v <= _LARGEST, "a finite number")
+positive: Callable[..., float] = _check(
+    lambda v: 0 < v <= _LARGEST, "a finite number with {name} > 0"
+)
+non_negative: Callable[..., float] = _check(
+    lambda v: 0 <= v <= _LARGEST, "a finite number with {name} >= 0"
+)
+probability: Callable[..., float] = _check(lambda v: 0 <= v <= 1, "a number with 0 <= {name} <= 1")
+rate: Callable[..., float] = _check(lambda v: 0 < v <= 1, "a number with 0 < {name} <= 1")
 """Of a sampling rate, in (0, 1]."""
-fraction = _check(lambda v: 0 < v < 1, "a number with 0 < {name} < 1")
+fraction: Callable[..., float] = _check(lambda v: 0 < v < 1, "a number with 0 < {name} < 1")
 """Of δ, in (0, 1)."""
-
-
-def _integer(named: dict[str, int], least: int) -> int:
-    ((name, value),) = named.items()
-    if not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
-        raise InputError(f"{name} is {value!r}: expected an integer with {name} >= {least}")
-    return value
-
-
-def count(**named: int) -> int:
-    """Return the integer if it is >= 1. Raises InputError otherwise."""
-    return _integer(named, 1)
-
-
-def natural(**named: int) -> int:
-    """Return the integer if it is >= 0. Raises InputError otherwise."""
-    return _integer(named, 0)
+count: Callable[..., int] = _check(lambda v: v >= 1, "an integer with {name} >= 1", int)
+natural: Callable[..., int] = _check(lambda v: v >= 0, "an integer with {name} >= 0", int)

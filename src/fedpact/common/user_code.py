@@ -273,18 +273,12 @@ def name_object(thing: Any) -> Any:
     """
     if isinstance(thing, nn.Module):
         kept = copy.deepcopy(thing).cpu()
-        name = name_handed_in(type(thing).__name__ + _WEIGHTS, digest_of_code(kept))
-        _kept[name] = lambda: copy.deepcopy(kept)
-        return name
+        return _keep(type(thing).__name__ + _WEIGHTS, kept, lambda: copy.deepcopy(kept))
     if not callable(thing):
         return thing
     title = getattr(thing, "__name__", type(thing).__name__)
     place = f"{getattr(thing, '__module__', None)}:{title}"
-    if _find(place) is thing:
-        return place
-    name = name_handed_in(title, digest_of_code(thing))
-    _kept[name] = thing
-    return name
+    return place if _find(place) is thing else _keep(title, thing, thing)
 
 
 def name_of_function(thing: Any) -> Any:
@@ -295,8 +289,12 @@ def name_of_function(thing: Any) -> Any:
     if not isinstance(thing, nn.Module):
         return name_object(thing)
     kept = copy.deepcopy(thing).cpu()
-    name = name_handed_in(type(thing).__name__, digest_of_code(kept))
-    _kept[name] = kept
+    return _keep(type(thing).__name__, kept, kept)
+
+
+def _keep(title: str, thing: Any, factory: Callable[..., Any]) -> str:
+    name = name_handed_in(title, digest_of_code(thing))
+    _kept[name] = factory
     return name
 
 

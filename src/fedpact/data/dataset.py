@@ -4,7 +4,6 @@ Its errors give names, shapes, rows and columns, never a value of a record.
 """
 
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -134,10 +133,13 @@ class RecordFilter:
         why = [[column, why, count] for column, why, count in self.reasons()]
         return {"records": out, "of": self.count, "why": why} if out else None
 
-    def paragraphs(self, *, values: bool) -> list[tuple[bool, str]]:
-        """Return what to tell the records' owner: whether it is about lines that cannot be read,
-        and a paragraph. values: whether to quote them.
-        """
+    def warn(self, *, values: bool) -> None:
+        """Tell the records' owner, on this machine alone; values: quoted."""
+        for paragraph in self.paragraphs(values=values):
+            _logger.warning(paragraph)
+
+    def paragraphs(self, *, values: bool) -> list[str]:
+        """Return what to tell the records' owner. values: whether to quote them."""
         reasons = _by_reason(self._faults)
         left = {row for *_, rows in reasons for row in rows}
         broken, out = ([r for r in reasons if bool(r[0]) == cell] for cell in (False, True))
@@ -156,22 +158,11 @@ class RecordFilter:
             (clamped, "hold a value that was clamped", "correct the file if it is a mistake"),
         )
         return [
-            (
-                told is broken,
-                f"{self.origin}: {len(rows)} of {self.count} records {what} (rows counted from "
-                f"{self.first}):{self._tell(told, values, len(rows))}{remedy}",
-            )
+            f"{self.origin}: {len(rows)} of {self.count} records {what} (rows counted from "
+            f"{self.first}):{self._tell(told, values, len(rows))}{remedy}"
             for told, what, remedy in found
             if (rows := {row for *_, rows in told for row in rows})
         ]
-
-    def warn(self, *, values: bool) -> None:
-        """Tell the records' owner, on this machine alone; with values: they run this program."""
-        for broken, paragraph in self.paragraphs(values=values):
-            if broken and values:
-                warnings.warn_explicit(paragraph, UserWarning, self.origin, 0)
-            else:
-                _logger.warning(paragraph)
 
     def _tell(self, reasons: list[_Reason], values: bool, count: int) -> str:
         told = list[str]()

@@ -35,7 +35,7 @@ from fedpact.data.cells import (
 )
 from fedpact.data.dataset import RecordFilter
 from fedpact.data.schema import RecordForm
-from fedpact.data.tables import Roles, Table, array_of, describe_value, of_arrays
+from fedpact.data.tables import Roles, Table, describe_value, of_arrays
 from fedpact.data.tokens import is_next_token, is_tokens, token_columns
 
 _KINDS: Final = (
@@ -243,7 +243,7 @@ def _with_arrays(
         raise DataError(f"{origin}: column {column} holds no array or image that can be read")
     blank = good[0] * 0 if good else np.zeros(shape or ())
     whole = [blank if one is None or out else one for one, out in zip(found, missing, strict=True)]
-    x = array_of(origin, column, _together(whole, column) if whole else blank[None][:0])
+    x = _together(whole, column) if whole else blank[None][:0]
     sieve = RecordFilter(origin, len(whole))
     sieve.leave_out(missing, "", why)
     return replace(table, sieve=sieve, x=x, y=y, column=column)

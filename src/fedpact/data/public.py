@@ -30,11 +30,11 @@ label. Roles with fewer than 100 pieces are left out (Caldas et al., LEAF, arXiv
 lets pieces overlap).
 """
 
+import ast
 import gzip
 import json
-import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -42,6 +42,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 from numpy.random import PCG64, Generator, SeedSequence
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from fedpact.common.errors import DataError
@@ -262,8 +264,7 @@ def cifar_batch(content: bytes) -> tuple[np.ndarray, np.ndarray]:
 FEATURES, SYNTHETIC_CLASSES = 60, 10
 FORMS = ("synthetic(ALPHA,BETA)", "synthetic_iid")
 _EXPONENT = 2.0
-_NAME = re.compile(r"(synthetic|synthetic_iid)\s*(?:\((.*)\))?\s*")
-_LEAST = {"sites": 1, "smallest": 2, "largest": 2, "seed": 0}
+_NAME = re.compile(r"synthetic(_iid)?\s*(\(.*\))?\s*")
 
 
 class Device(NamedTuple):
@@ -278,7 +279,7 @@ class Device(NamedTuple):
     draws: Generator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class Synthetic:
     """A federation of synthetic devices; `Synthetic.parse` reads it from its name.
 
@@ -286,13 +287,13 @@ class Synthetic:
     out included. The first devices are the same for any larger number of them.
     """
 
-    alpha: float = 0.0
-    beta: float = 0.0
+    alpha: float = Field(default=0.0, ge=0)
+    beta: float = Field(default=0.0, ge=0)
     iid: bool = False
-    sites: int = 100
-    smallest: int = 37
-    largest: int = 3277
-    seed: int = 0
+    sites: int = Field(default=100, ge=1)
+    smallest: int = Field(default=37, ge=2)
+    largest: int = Field(default=3277, ge=2)
+    seed: int = Field(default=0, ge=0)
 
     @staticmethod
     def parse(name: str) -> "Synthetic | None":
@@ -303,23 +304,15 @@ class Synthetic:
         >>> Synthetic.parse("synthetic(0.5, 1, sites=30)")
         Synthetic(alpha=0.5, beta=1.0, iid=False, sites=30, smallest=37, largest=3277, seed=0)
         """
-        found = _NAME.fullmatch(name)
-        if found is None:
+        if _NAME.fullmatch(name) is None:
             return None
         try:
-            entries = [entry for entry in map(str.strip, (found[2] or "").split(",")) if entry]
-            pairs = [entry.split("=") for entry in entries if "=" in entry]
-            given = {key.strip(): int(value) for key, value in pairs}
-            spread = [float(entry) for entry in entries if "=" not in entry]
-            made = Synthetic(*(spread or (0.0, 0.0)), iid=found[1] == "synthetic_iid", **given)
-            good = (
-                len(spread) == (0 if made.iid else 2)
-                and len(given) == len(pairs)
-                and all(value >= 0 and math.isfinite(value) for value in spread)
-                and all(value >= _LEAST[key] for key, value in given.items())
-                and made.smallest <= made.largest
-            )
-        except (ValueError, TypeError, KeyError):
+            call, iid = ast.parse(name, mode="eval").body, name.startswith("synthetic_iid")
+            spread = [ast.literal_eval(each) for each in getattr(call, "args", ())]
+            given = {k.arg: ast.literal_eval(k.value) for k in getattr(call, "keywords", ())}
+            made = Synthetic(*(spread or (0.0, 0.0)), iid=iid, **given)
+            good = len(spread) == (0 if iid else 2) and made.smallest <= made.largest
+        except (ValueError, TypeError, SyntaxError):
             good, made = False, None
         if not good:
             raise DataError(

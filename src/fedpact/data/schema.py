@@ -255,20 +255,15 @@ class RecordForm(ValueRange):
 
         features: the table's columns in order; () for arrays without a table.
         """
-        columns = self.in_arrays(features).columns if features else self.columns
+        place = {name: str(i) for i, name in enumerate(features)}
+        named = {place.get(name, name): own.as_numbers() for name, own in self.kept.items()}
+        columns = named if features else self.columns
         return self.model_copy(update={"columns": columns, "features": None, "drop": []})
 
     def in_arrays(self, features: Sequence[str]) -> "RecordForm":
-        """Return the declaration of the same records after conversion to arrays.
-
-        features: the table's columns in order.
-        """
-        place = {name: str(i) for i, name in enumerate(features)}
-        columns = {place.get(name, name): c.as_numbers() for name, c in self.kept.items()}
-        told = {"columns": columns, "labels": "numbers", "features": None, "drop": []}
-        # An array has the converted number.
-        told["target"] = LabelForm(kind=self.target.kind)
-        return self.model_copy(update=told)
+        """Return the declaration of the same records, labels included, as converted; see above."""
+        told = {"labels": "numbers", "target": LabelForm(kind=self.target.kind)}
+        return self.by_place(features).model_copy(update=told)
 
 
 class PlanRecords(RecordForm):

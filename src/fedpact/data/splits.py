@@ -197,7 +197,7 @@ def power_law(y: np.ndarray, sites: int, settings: Any, rng: Generator) -> Indic
     """Draw sizes from p(s) ∝ s^-exponent on [smallest, largest]; fill each with its labels.
 
     With labels_per_site = k a site's records come in equal parts (give or take one) from k labels,
-    dealt as in `by_labels`: the setting of FedProxVR's experiments. Without, they are drawn at random.
+    dealt as in `by_labels`: the setting of FedProxVR's experiments. Without, they are random.
     Raises DataError: more records are needed than there are.
     """
     bounds, per_site = (settings.smallest, settings.largest), settings.labels_per_site

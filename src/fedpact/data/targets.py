@@ -182,19 +182,41 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
     These have none, or a number that was rounded, so that others may have the same one. 7.0 equals
     7, and letters are compared after Unicode normalisation. Raises DataError: another length.
     """
-    _check_length(given, sieve, "person")
     if isinstance(given, np.ndarray):
         # Numbers keep their type, which determines above which number they round.
         given = list(given) if given.dtype.kind in "fiu" else cast(list[Any], given.tolist())
-    written = [cells.strip_invisible(text_of(value)) for value in given]
+    names = _names_of(given, sieve, "person")
     whys = [
         _round(name, value) or "names no person" * _names_nobody(name)
-        for name, value in zip(written, given, strict=True)
+        for name, value in zip(names, given, strict=True)
     ]
     for why in {*whys} - {""}:
         sieve.leave_out(np.array(whys) == why, column, why, given)
     # Not an array of text, in which every name would be as long as the longest.
-    return [cells.without_decimal_zeros(name) for name in written]
+    return [cells.without_decimal_zeros(name) for name in names]
+
+
+def read_sites(table: Table) -> list[str]:
+    """Return the name of each record's site, [n], as `persons_of` reads names; "" is left out.
+
+    Raises DataError: another length.
+    """
+    sieve = table.sieve
+    names = [*map(cells.without_decimal_zeros, _names_of(table.site, sieve, "site"))]
+    # str(None) occurs in numpy arrays of text; a class may have that name.
+    sieve.sites = ["" if cells.is_missing(name) or name == "None" else name for name in names]
+    why = "names no site (a record without one is left out)"
+    sieve.leave_out([not name for name in sieve.sites], str(table.roles.site), why)
+    return names
+
+
+def _names_of(given: Any, sieve: RecordFilter, role: str) -> list[str]:
+    if len(given) != sieve.count:
+        raise DataError(
+            f"data set {sieve.origin}: {role} has {len(given)} entries for {sieve.count} records: "
+            f"give one {role} name a record"
+        )
+    return [cells.strip_invisible(text_of(value)) for value in given]
 
 
 def _names_nobody(name: str) -> bool:
@@ -265,31 +287,6 @@ def class_numbers(
     why = f"is not one of the {len(classes)} classes"
     sieve.leave_out(unknown & ~blank, column, why, given)
     return found.clip(0)
-
-
-def read_sites(table: Table) -> list[str]:
-    """Return the name of each record's site, [n], as `persons_of` reads names; "" is left out.
-
-    Raises DataError: another length.
-    """
-    names = [
-        cells.without_decimal_zeros(cells.strip_invisible(text_of(value))) for value in table.site
-    ]
-    sieve = table.sieve
-    _check_length(names, sieve, "site")
-    # str(None) occurs in numpy arrays of text; a class may have that name.
-    sieve.sites = ["" if cells.is_missing(name) or name == "None" else name for name in names]
-    why = "names no site (a record without one is left out)"
-    sieve.leave_out([not name for name in sieve.sites], str(table.roles.site), why)
-    return names
-
-
-def _check_length(names: Any, sieve: RecordFilter, role: str) -> None:
-    if len(names) != sieve.count:
-        raise DataError(
-            f"data set {sieve.origin}: {role} has {len(names)} entries for {sieve.count} records: "
-            f"give one {role} name a record"
-        )
 
 
 def ambiguous(classes: Sequence[str]) -> bool:

@@ -32,7 +32,7 @@ from fedpact.common.user_code import model_again
 from fedpact.data.cells import SUFFIXES, Cells
 from fedpact.data.columns import FileColumn, declared_columns
 from fedpact.data.dataset import Dataset, RecordFilter, with_columns
-from fedpact.data.features.extract import FeatureStage, MadeBy
+from fedpact.data.features.extract import FeatureStage, same_answer
 from fedpact.data.inputs import check_shape, read_declared
 from fedpact.data.schema import RecordForm
 from fedpact.data.tables import Roles, Table, labels_of, of_arrays, read_numbers
@@ -51,15 +51,15 @@ class RecordedForm:
     """The public form of a raw record: shape, "float32" or "int64", the labels' names.
 
     features: a table's columns in order, () if unknown or none. made_by: identifies the code and
-    weights that compute the model's features; None before `by`. answers: those of the final model;
-    see TrainingSetup.answers; None if unknown.
+    weights that compute the model's features, see FeatureStage.answer; None before `by`. answers:
+    those of the final model; see TrainingSetup.answers; None if unknown.
     """
 
     shape: tuple[int, ...]
     values: str
     classes: tuple[str, ...]
     features: tuple[str, ...] = ()
-    made_by: MadeBy | None = None
+    made_by: tuple[float, ...] | None = None
     answers: tuple[float, ...] | None = None
 
     @property
@@ -71,7 +71,7 @@ class RecordedForm:
         """Return the form with what identifies features, and the model with its weights w [d]."""
         module = setup.module()
         FlatModel(module).load(w)
-        return replace(self, made_by=stage.made_by(self.example), answers=setup.answers(module))
+        return replace(self, made_by=stage.answer(self.example), answers=setup.answers(module))
 
     def write(self, folder: Folder) -> None:
         """Write it into a run's folder."""
@@ -261,7 +261,8 @@ class Predictor:
         names = plan.records.released
         released = read_scales(folder / COLUMNS, names) if names else {}
         stage = plan.stage(at)
-        if form.made_by is not None and not stage.made_by(form.example).is_as(form.made_by):
+        made_by = form.made_by
+        if made_by is not None and not same_answer(stage.answer(form.example), made_by):
             raise ModelError(
                 f"features.kind = {plan.features.kind!r} has other code or weights than when "
                 f"{folder} was made, so its model would get other features: restore the file and "

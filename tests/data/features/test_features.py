@@ -24,7 +24,7 @@ from fedpact.common.params import threads
 from fedpact.common.randomness.seeded import seeded_generator
 from fedpact.data.cells import read_npz
 from fedpact.data.features import extract, kinds
-from fedpact.data.features.extract import Extractor, FeatureStage, MadeBy, beside, compute_features
+from fedpact.data.features.extract import Extractor, FeatureStage, beside, same_answer
 from fedpact.data.features.kinds import (
     DIRECTIONS,
     FEATURE_KINDS,
@@ -434,12 +434,11 @@ def test_features_do_not_depend_on_the_number_of_threads(tmp_path):
     found = []
     for number in (1, 4):
         with threads(number):
-            found.append(backbone("orthogonal", tmp_path).made_by)
+            found.append(backbone("orthogonal", tmp_path).answer)
     assert found[0] == found[1]
-    source, answer = found[0].source, found[0].answer
-    assert found[0].is_as(MadeBy(source, tuple(x + 1e-5 for x in answer)))
-    for other in (MadeBy("", answer), MadeBy(source, answer[:-1]), MadeBy(source, answer[::-1])):
-        assert not found[0].is_as(other)
+    assert same_answer(found[0], [x + 1e-5 for x in found[0]])
+    for other in (found[0][:-1], found[0][::-1]):
+        assert not same_answer(found[0], other)
 
 
 def test_features_use_the_loaded_code_not_the_changed_file(tmp_path, monkeypatch):
@@ -448,10 +447,9 @@ def test_features_use_the_loaded_code_not_the_changed_file(tmp_path, monkeypatch
     file.write_text(MINE.format(by=1.0))
     importlib.import_module("mine_edited")
     stage = FeatureStage(FeatureSettings(kind="mine_edited:made", trained_on="nothing"), 0)
-    before = stage.made_by(torch.zeros(2, 3))
-    assert before.source == hashlib.sha256(file.read_bytes()).hexdigest()
+    before = stage.answer(torch.zeros(2, 3))
     file.unlink()
-    assert stage.made_by(torch.zeros(2, 3)) == before
+    assert stage.answer(torch.zeros(2, 3)) == before
 
 
 def test_any_callable_is_a_factory(tmp_path):
@@ -658,9 +656,9 @@ def homeless():
 class Counted(Extractor):
     count = 0
 
-    def __call__(self, x):
+    def _compute(self, x):
         self.count += len(x)
-        return super().__call__(x)
+        return super()._compute(x)
 
 
 @pytest.fixture
@@ -670,9 +668,9 @@ def counted(tmp_path):
 
 def test_the_cache_is_its_owners_alone_and_spares_the_work(tmp_path, counted):
     x, path = made(10), beside(tmp_path / "records.npz")
-    first = compute_features(x, counted, path)
+    first = counted(x, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    second = compute_features(x, counted, path)
+    second = counted(x, path)
     assert counted.count == 10
     assert torch.equal(first.x, second.x)
     assert torch.equal(first.good, second.good)
@@ -681,31 +679,31 @@ def test_the_cache_is_its_owners_alone_and_spares_the_work(tmp_path, counted):
 
 def test_other_records_and_other_settings_have_other_features(tmp_path, counted):
     x, path = made(10), tmp_path / "f"
-    compute_features(x, counted, path)
+    counted(x, path)
     x[3, 0, 0, 0] += 1
-    assert torch.equal(compute_features(x, counted, path).x, counted(x).x)
+    assert torch.equal(counted(x, path).x, counted(x).x)
     other = Counted(FeatureSettings(kind="scattering", cells=2, whiten=False), SHAPE, 0, tmp_path)
-    assert torch.equal(compute_features(x, other, path).x, other(x).x)
+    assert torch.equal(other(x, path).x, other(x).x)
     whole = Extractor(other._settings, SHAPE, 1, tmp_path)
     assert whole.key != other.key
 
 
 def test_a_damaged_cache_is_rebuilt(tmp_path, counted):
     x, path = made(10), tmp_path / "f"
-    good = compute_features(x, counted, path)
+    good = counted(x, path)
     whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[-3] ^= 1
     for damaged in (bytes(flipped), whole[:-1], b""):
         path.write_bytes(damaged)
-        assert torch.equal(compute_features(x, counted, path).x, good.x)
+        assert torch.equal(counted(x, path).x, good.x)
         assert path.read_bytes() == whole
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, counted, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING, logger="fedpact"):
-        found = compute_features(made(3), counted, tmp_path / "file" / "f")
+        found = counted(made(3), tmp_path / "file" / "f")
     assert found.good.all()
     assert "are not cached" in caplog.text
 

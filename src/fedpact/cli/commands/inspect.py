@@ -33,7 +33,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Draft the records table of a plan from a file, to be checked by a person."""
-    from fedpact.data.draft import draft
+    from fedpact.data.summary import draft
 
     text, columns = draft(file, {"label": label, "site": site, "person": person})
     document = {"draft": text, "columns": [asdict(one) for one in columns]}

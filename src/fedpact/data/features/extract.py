@@ -90,22 +90,15 @@ TELL_EVERY: Final = 10.0
 """Seconds between reports of progress to this machine's owner."""
 
 
-@dataclass(frozen=True)
-class MadeBy:
-    """Identifies a user's features on any machine.
+Answer = tuple[float, ...]
+"""The first features of a made-up record, which identify a user's module on any machine."""
 
-    source: the SHA-256 of the factory's file. answer: the first features of a made-up record.
-    """
 
-    source: str = ""
-    answer: tuple[float, ...] = ()
-
-    def is_as(self, other: "MadeBy") -> bool:
-        """Whether both are the same code with the same weights, up to rounding."""
-        near = len(self.answer) == len(other.answer) and all(
-            abs(a - b) <= _ROUNDED for a, b in zip(self.answer, other.answer, strict=True)
-        )
-        return self.source == other.source and near
+def same_answer(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two answers are of the same code with the same weights, up to rounding."""
+    return len(one) == len(other) and all(
+        abs(a - b) <= _ROUNDED for a, b in zip(one, other, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -156,18 +149,36 @@ class Extractor:
             self._settings.model_dump(mode="json"),
             self._shape,
             self._seed,
-            self._backbone.source if self._settings.factory else "",
             self._backbone.fingerprint if self._settings.factory else "",
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
-    def made_by(self) -> MadeBy:
+    def answer(self) -> Answer:
         """What identifies the user's module."""
-        return MadeBy(self._backbone.source, self._backbone.answer)
+        return self._backbone.answer
 
-    def __call__(self, x: Tensor) -> Found:
-        """Return the features of records x [n, *shape], float32 on the CPU."""
+    def __call__(self, x: Tensor, cache: Path | None = None) -> Found:
+        """Return the features of records x [n, *shape], float32 on the CPU.
+
+        cache: the file that has them, or gets them; they are the same without, as all are rounded
+        to float16. One that cannot be written is reported in this machine's log.
+        """
+        if cache is None:
+            return self._compute(x)
+        digest = hashlib.sha256(f"{self.key} {tuple(x.shape)} {x.dtype}".encode())
+        digest.update(x.contiguous().numpy().tobytes())
+        held = load_tensors(cache, digest.digest())
+        if held is not None and held["x"].shape == (len(x), self.width):
+            return Found(held["x"], held["good"])
+        found = self._compute(x)
+        try:
+            store_tensors(cache, digest.digest(), {"x": found.x, "good": found.good})
+        except OSError as error:
+            _logger.warning("features are not cached, and computed again next time: %s", error)
+        return found
+
+    def _compute(self, x: Tensor) -> Found:
         found = torch.zeros(len(x), self.width, dtype=torch.float16)
         good = torch.ones(len(x), dtype=torch.bool)
         if self._settings.factory:
@@ -350,28 +361,6 @@ def beside(records: Path) -> Path:
     return records.with_name(records.name + SUFFIX)
 
 
-def compute_features(x: Tensor, extractor: Extractor, cache: Path | None) -> Found:
-    """Return the features of records x [n, ...], from the file `cache` if it has them.
-
-    They are the same without a cache, as all are rounded to float16. One that cannot be written is
-    reported in this machine's log.
-    """
-    if cache is None:
-        return extractor(x)
-    digest = hashlib.sha256(f"{extractor.key} {tuple(x.shape)} {x.dtype}".encode())
-    digest.update(x.contiguous().numpy().tobytes())
-    key = digest.digest()
-    held = load_tensors(cache, key)
-    if held is not None and held["x"].shape == (len(x), extractor.width):
-        return Found(held["x"], held["good"])
-    found = extractor(x)
-    try:
-        store_tensors(cache, key, {"x": found.x, "good": found.good})
-    except OSError as error:
-        _logger.warning("features are not cached, and computed again next time: %s", error)
-    return found
-
-
 _SHOWN = 3
 _NOTHING = RecordForm()
 
@@ -414,9 +403,9 @@ class FeatureStage:
         """Return a public digest of all that features follow from, but for the records."""
         return self._extractor(record).key
 
-    def made_by(self, record: Tensor) -> MadeBy:
-        """Return what identifies features of a user's own module."""
-        return self._extractor(record).made_by if self.settings.factory else MadeBy()
+    def answer(self, record: Tensor) -> Answer:
+        """Return what identifies features of a user's own module; () for others."""
+        return self._extractor(record).answer if self.settings.factory else ()
 
     def __call__(
         self,
@@ -443,7 +432,7 @@ class FeatureStage:
             _warn(origin, good | told, "no finite numbers as they are scaled by [records]")
         if not self.settings.used:
             return Found(x, good)
-        found = compute_features(x, self._extractor(example), kept)
+        found = self._extractor(example)(x, kept)
         # Those without a scale are reported above.
         _warn(origin, found.good | ~good | told, f"no features of kind {self.settings.kind}")
         return Found(torch.where(good[:, None], found.x, 0).float(), good & found.good)

@@ -7,7 +7,6 @@ TorchScript, random numbers. The weights are the factory's, or a file's with the
 """
 
 import hashlib
-import inspect
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -45,8 +44,6 @@ class Backbone:
         self._name = f"features.kind = {settings.kind!r}"
         # Keep a reference, so that its id stays unique.
         self._factory = factory_of(settings.kind)
-        # Read now: later edits of the file do not change what this run computes.
-        self.source = _source_of(self._factory)
         with _DRAWING, one_thread(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
@@ -158,8 +155,3 @@ class Backbone:
 def factory_of(kind: str) -> Callable[..., Any]:
     """Return the current factory of the name 'package.module:factory'. Raises ModelError."""
     return own_factory(kind, "features.kind", (), _FORM)
-
-
-def _source_of(factory: Callable[..., Any]) -> str:
-    path = Path(getattr(inspect.getmodule(factory), "__file__", None) or "")
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
