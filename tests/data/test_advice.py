@@ -182,25 +182,6 @@ def test_clear_or_undecidable_differences_are_not_listed(caplog):
     assert f"{LITTLE}: 0 (up to 1e+02 times)" in caplog.text
 
 
-def test_the_remedy_of_numbers_that_differ_little_works(tmp_path, caplog):
-    """A pH about 7.4 decides, beside a column that says nothing."""
-    draw = np.random.default_rng(0)
-    y = draw.integers(0, 2, 900)
-    ph = 7.4 + 0.05 * (2 * y - 1) + draw.normal(0, 0.03, 900)
-    path = tmp_path / "ph.npz"
-    x = np.stack([ph, draw.integers(0, 2, 900)], 1).astype(np.float32)
-    np.savez(path, x=x, y=y)
-    steps = {"settings": {"learning_rate": 4.0}, "rounds": 25}
-    steps["privacy"] = {"epsilon": 9.0, "accountant": "rdp"}
-    bad = simulate(plan_of(str(path), **steps), tmp_path / "bad").summary
-    assert f"{LITTLE}: 0 (" in caplog.text
-    caplog.clear()
-    remedy = {"columns": {"0": {"range": [7.0, 7.8], "clamp": True, "scale": "range"}}}
-    good = simulate(plan_of(str(path), remedy, **steps), tmp_path / "good").summary
-    assert not caplog.text
-    assert good["accuracy"] > 0.85 > 0.7 > bad["accuracy"]
-
-
 def test_categories_in_no_order_are_warned_of(caplog):
     """Unless scale = "none" says that they have one, or there are two."""
     x = torch.tensor([[0.0], [2.0]])

@@ -64,7 +64,11 @@ def advise(
         wide = {"": ("", form.general, x)}
     if wide:
         _warn_of_wide(origin, [*wide.values()], tell)
-    ordered = [n for n, own, _ in columns if own.names and len(own.names) > 2 and _unscaled(own)]
+    ordered = [
+        name
+        for name, own, _ in columns
+        if len(own.names or []) > 2 and "scale" not in own.model_fields_set
+    ]
     if ordered:
         _logger.warning(
             f"{origin}: the categories of {list_some(ordered, _SHOWN)} become 0, 1, 2, ..., as if "
@@ -75,10 +79,6 @@ def advise(
 
 def _coarsely(far: float) -> str:
     return f"up to {10.0 ** math.ceil(math.log10(far)):.0e}" if math.isfinite(far) else "inf"
-
-
-def _unscaled(own: Column) -> bool:
-    return "scale" not in own.model_fields_set
 
 
 def _warn_of_wide(origin: str, wide: Sequence[_Column], tell: _Tell) -> None:

@@ -349,9 +349,11 @@ def from_python(
     if isinstance(data, Dataset) and test is None:
         return replace(data)  # held against the plan's form anew, whatever it was made by
     form = records.shared(target)
-    if isinstance(data, Mapping) and _is_split(data):
+    train = data.get("train") if isinstance(data, Mapping) else None
+    table = hasattr(train, "column_names") or hasattr(train, "columns")
+    if train is not None and (table or set(data) <= {"train", "test", *_BESIDE}):
         test = _test_of(data) if test is None else test
-        return from_python(data["train"], records, label, site, person, test, target)
+        return from_python(train, records, label, site, person, test, target)
     if isinstance(data, str | Path):
         found = load_dataset(
             str(data), label, site, person=person, classes=records.classes, form=form
@@ -437,12 +439,6 @@ def refit(data: Dataset, records: PlanRecords, form: RecordForm | None = None) -
     held = None if data.held is None else data.held[found.numbers]
     kept = {"features": data.features, "column": data.column, "next": data.next}
     return replace(found, **kept, held=held, sieve=sieve)
-
-
-def _is_split(data: Mapping[Any, Any]) -> bool:
-    train = data.get("train")
-    table = hasattr(train, "column_names") or hasattr(train, "columns")
-    return train is not None and (table or set(data) <= {"train", "test", *_BESIDE})
 
 
 def _test_of(data: Mapping[Any, Any]) -> Any:

@@ -279,7 +279,7 @@ class Device(NamedTuple):
     draws: Generator
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class Synthetic:
     """A federation of synthetic devices; `Synthetic.parse` reads it from its name.
 
@@ -309,9 +309,11 @@ class Synthetic:
         try:
             call, iid = ast.parse(name, mode="eval").body, name.startswith("synthetic_iid")
             spread = [ast.literal_eval(each) for each in getattr(call, "args", ())]
-            given = {k.arg: ast.literal_eval(k.value) for k in getattr(call, "keywords", ())}
+            pairs = getattr(call, "keywords", ())
+            given = {pair.arg: ast.literal_eval(pair.value) for pair in pairs}
             made = Synthetic(*(spread or (0.0, 0.0)), iid=iid, **given)
-            good = len(spread) == (0 if iid else 2) and made.smallest <= made.largest
+            good = len(spread) == (0 if iid else 2) and len(given) == len(pairs)
+            good &= made.smallest <= made.largest
         except (ValueError, TypeError, SyntaxError):
             good, made = False, None
         if not good:

@@ -187,7 +187,10 @@ def persons_of(given: Cells | np.ndarray, sieve: RecordFilter, column: str = "pe
         given = list(given) if given.dtype.kind in "fiu" else cast(list[Any], given.tolist())
     names = _names_of(given, sieve, "person")
     whys = [
-        _round(name, value) or "names no person" * _names_nobody(name)
+        _round(name, value)
+        # A spreadsheet's formula may have failed.
+        or "names no person" * (name[:1] == "#" and name.endswith(("!", "?", "N/A")))
+        or "names no person" * ("".join(c for c in name.casefold() if c.isalnum()) in _NOBODY)
         for name, value in zip(names, given, strict=True)
     ]
     for why in {*whys} - {""}:
@@ -217,12 +220,6 @@ def _names_of(given: Any, sieve: RecordFilter, role: str) -> list[str]:
             f"give one {role} name a record"
         )
     return [cells.strip_invisible(text_of(value)) for value in given]
-
-
-def _names_nobody(name: str) -> bool:
-    letters = "".join(c for c in name.casefold() if c.isalnum())
-    failed = name.startswith("#") and name.endswith(("!", "?", "N/A"))  # a spreadsheet's formula
-    return failed or letters in _NOBODY
 
 
 def _round(name: str, value: Any) -> str:
