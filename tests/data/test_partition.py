@@ -1,5 +1,4 @@
 import json
-import os
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -289,16 +288,6 @@ def test_sites_and_seed_are_checked():
         make_partition(EVEN, PartitionSettings(), 0, 0)
     with pytest.raises(InputError, match="seed is -1"):
         make_partition(EVEN, PartitionSettings(), 2, -1)
-
-
-def test_a_partitions_file_is_read_by_whom_the_umask_lets(tmp_path):
-    """Data are shared on a machine; what is private is so by name (see files)."""
-    before = os.umask(0o027)
-    try:
-        make_partition(EVEN, PartitionSettings(), 10, 4).save(tmp_path / "partition.json")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "partition.json").stat().st_mode & 0o777 == 0o640
 
 
 def with_test_parts():

@@ -41,7 +41,8 @@ def test_pieces_do_not_overlap_and_carry_their_next_character():
 
 
 @pytest.mark.parametrize(
-    "model", ["ngram", "transformer", pytest.param("lstm", marks=pytest.mark.slow)]
+    "model",
+    ["ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in ("transformer", "lstm"))],
 )
 def test_the_models_are_independent_and_learn_privately(tmp_path, model):
     """What follows from the last character alone is learnt; the first guess is 1 of 65."""

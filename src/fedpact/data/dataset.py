@@ -112,8 +112,7 @@ class RecordFilter:
         cells: the column's, to be quoted. Of what is wrong with one cell the first counts; of a
         line that cannot be read no cell is known, so none is at fault.
         """
-        before = *self._faults.get("", {}).values(), *self._faults.get(column, {}).values()
-        known = {row for rows in before for row in rows}
+        known = [rows for key in {"", column} for rows in self._faults.get(key, {}).values()]
         _note(self._faults, bad, column, why, cells, known)
 
     def clamp(self, bad: Any, column: str, why: str, cells: Sequence[Any] | None = None) -> None:
@@ -185,11 +184,11 @@ def _note(
     column: str,
     why: str,
     cells: Sequence[Any] | None,
-    known: Collection[int],
+    known: Collection[Collection[int]],
 ) -> None:
     bad = np.asarray(bad)
-    rows = [r for r in (bad.nonzero()[0] if bad.dtype == bool else bad).tolist() if r not in known]
-    if rows:
+    rows = (bad.nonzero()[0] if bad.dtype == bool else bad).tolist()
+    if rows := [row for row in rows if not any(row in before for before in known)]:
         found = faults.setdefault(column, {}).setdefault(why, {})
         found |= dict.fromkeys(rows)
         found |= {row: cells[row] for row in rows[:_SHOWN] if cells is not None}

@@ -336,7 +336,8 @@ def _is_sites(one: Any) -> bool:
     if isinstance(one, str | Path):
         return Path(one).suffix.lower() in SUFFIXES
     if isinstance(one, tuple):
-        return len(one) == 2 and all(_shape(each) != () for each in one)
+        first = [shape[0] for each in one if (shape := _shape(each))]
+        return len(one) == len(first) == 2 and first[0] == first[1]
     one = one[0] if isinstance(one, list) and one else one
     known = Mapping, Items, DataLoader
     return isinstance(one, known) or hasattr(one, "columns") or hasattr(one, "column_names")

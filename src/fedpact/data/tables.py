@@ -124,16 +124,15 @@ def _of_columns(columns: Mapping[str, Cells], form: RecordForm, sieve: RecordFil
     for k, (name, cells) in enumerate(columns.items()):
         own = form.of(name)
         x[:, k] = to_numbers(cells) if own.names is None else _places(cells, own)
-        bad = np.isnan(x[:, k])
-        blank = np.array(
-            [nan and is_blank(cell) for nan, cell in zip(bad, cells, strict=True)], bool
-        )
+        bad = np.isnan(x[:, k]).nonzero()[0].tolist()
+        blank = [row for row in bad if is_blank(cells[row])]
         if own.fill is None:
             sieve.leave_out(blank, name, MISSING, cells)
         else:
             x[blank, k] = own.number(own.fill)
         word = "a finite number" if own.names is None else "one of its declared categories"
-        sieve.leave_out(bad & ~blank, name, f"is not {word}", cells)
+        wrong = [row for row in bad if not is_blank(cells[row])] if bad != blank else []
+        sieve.leave_out(wrong, name, f"is not {word}", cells)
     return x
 
 
@@ -179,7 +178,11 @@ def _declared_parts(form: RecordForm, features: Sequence[str]) -> Iterator[tuple
 def _convert_numbers(table: Table, given: np.ndarray, form: RecordForm, values: str) -> np.ndarray:
     """Return numbers in their declared type, with values out of range clamped or marked."""
     if values == "int64":
-        x = _whole(table, given)
+        with np.errstate(invalid="ignore"):
+            good = (given > -EXACT_BELOW) & (given < EXACT_BELOW)
+            good &= given.dtype.kind != "f" or np.rint(given) == given
+        table.mark(~good, "is not a whole number below 2^53")
+        x = np.where(good, given, 0).astype(np.int64)
     else:
         table.mark(~np.isfinite(given), "is not a finite number")
         wide = given.dtype.itemsize >= 8
@@ -193,14 +196,6 @@ def _convert_numbers(table: Table, given: np.ndarray, form: RecordForm, values: 
         _keep_range(table, x, part, own)
     table.mark(~np.isfinite(x), "is not a finite number")
     return x
-
-
-def _whole(table: Table, x: np.ndarray) -> np.ndarray:
-    """Return int64, with 0 for values that are not integers."""
-    with np.errstate(invalid="ignore"):
-        good = (x > -EXACT_BELOW) & (x < EXACT_BELOW) & (x.dtype.kind != "f" or np.rint(x) == x)
-    table.mark(~good, "is not a whole number below 2^53")
-    return np.where(good, x, 0).astype(np.int64)
 
 
 def _keep_range(table: Table, x: np.ndarray, part: Any, own: Column) -> None:

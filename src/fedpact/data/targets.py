@@ -49,7 +49,13 @@ def find_classes(name: str, tables: Sequence[Table], form: RecordForm) -> tuple[
     named = tables[0].labels == "names"
     if kind == "number":
         return (str(tables[0].roles.label) if named else "value",)
-    several = _commonest_length(labels[0]) if kind == "several" else 0
+    several = 0
+    if kind == "several" and isinstance(labels[0], np.ndarray):
+        several = labels[0].shape[1] if labels[0].ndim == 2 else 0
+    elif kind == "several":
+        lists = (one for one in labels[0] if isinstance(one, list | tuple | np.ndarray | Tensor))
+        lengths = Counter(len(one) for one in lists if np.ndim(one))
+        several = max(lengths, key=lambda length: lengths[length], default=0)
     if kind == "several" and not several:
         raise DataError(
             f"data set {name}: task.kind is 'multi_label', but each record has a single label: "
@@ -396,15 +402,6 @@ def check_places(name: str, kind: str, y: Any, shape: tuple[int, ...]) -> None:
 def unscale(values: Any, target: LabelForm) -> Any:
     """Return numbers of -1..1 in the units of the label."""
     return target.low + (values + 1) * (target.high - target.low) / 2
-
-
-def _commonest_length(labels: Cells | np.ndarray) -> int:
-    """Return how many numbers most labels have; 0 for single values."""
-    if isinstance(labels, np.ndarray):
-        return labels.shape[1] if labels.ndim == 2 else 0
-    kinds = (list, tuple, np.ndarray, Tensor)
-    found = Counter(len(one) for one in labels if isinstance(one, kinds) and np.ndim(one))
-    return found.most_common(1)[0][0] if found else 0
 
 
 def _several(labels: Cells, count: int) -> np.ndarray:
