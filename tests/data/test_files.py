@@ -1,5 +1,7 @@
 import gzip
+import hashlib
 import lzma
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,10 @@ import torch
 
 from fedpact.common.errors import DataError
 from fedpact.data import download, public
+from fedpact.data.download import Source
 from fedpact.data.load import load_dataset
+
+from .conftest import put
 
 
 def pixels(contents, part, n):
@@ -57,7 +62,9 @@ def test_a_file_may_be_compressed(mnist_dir):
     for path in list(mnist_dir.iterdir()):
         path.with_name(path.name + ".xz").write_bytes(lzma.compress(path.read_bytes()))
         path.unlink()
+    next(download.cache_dir().glob("*.npz")).unlink()
     assert torch.equal(load_dataset("mnist").x, plain.x)
+    next(download.cache_dir().glob("*.npz")).unlink()
     path = mnist_dir / "train-images.gz.xz"
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(DataError, match="cannot be read"):
@@ -69,6 +76,69 @@ def test_missing_data_directory_error_says_how_to_get_one(small_mnist):
         load_dataset("mnist")
     for part in ("FEDPACT_DATA is not set", "fedpact data download mnist", "train-images.gz"):
         assert part in str(error.value)
+
+
+# The cache
+
+
+def no_decoder(source):
+    raise AssertionError("decoded again")
+
+
+def test_the_second_load_does_not_decode(mnist_dir, monkeypatch):
+    first = load_dataset("mnist")
+    monkeypatch.setattr(public, "_decode_idx", no_decoder)
+    assert torch.equal(load_dataset("mnist").x, first.x)
+    monkeypatch.setenv("FEDPACT_CACHE", str(mnist_dir / "elsewhere"))
+    with pytest.raises(AssertionError, match="decoded again"):  # the patch does reach the decoder
+        load_dataset("mnist")
+
+
+def test_other_checksums_have_another_cache_entry(mnist_dir, small_mnist, monkeypatch):
+    load_dataset("mnist")
+    labels = gzip.compress(gzip.decompress(small_mnist["train-labels.gz"])[:-1] + b"\5", mtime=0)
+    put(mnist_dir, {"train-labels.gz": labels})
+    old = download.SOURCES["mnist"]
+    sums = {**old.files, "train-labels.gz": hashlib.sha256(labels).hexdigest()}
+    changed = Source("mnist", sums, old.home, old.licence)
+    monkeypatch.setitem(download.SOURCES, "mnist", changed)
+    assert load_dataset("mnist").y[-1] == 5
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK", b"\x80\x04pickle", 0.0, 0.1, 0.5, 0.999])
+def test_an_invalid_cache_is_rebuilt(mnist_dir, cache, damage):
+    """Of other content, or with one byte changed at some place."""
+    first = load_dataset("mnist")
+    (entry,) = cache.iterdir()
+    bad = bytearray(entry.read_bytes() if isinstance(damage, float) else damage)
+    if isinstance(damage, float):
+        bad[int(damage * len(bad))] ^= 0xFF
+    entry.write_bytes(bad)
+    with pytest.warns(UserWarning, match="is damaged"):
+        again = load_dataset("mnist")
+    assert torch.equal(again.x, first.x)
+    assert torch.equal(again.y, first.y)
+    assert torch.equal(load_dataset("mnist").x, first.x)  # and without a warning
+    with zipfile.ZipFile(entry) as made:
+        assert made.testzip() is None
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(mnist_dir, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDPACT_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.warns(UserWarning, match="set FEDPACT_CACHE"):
+        assert len(load_dataset("mnist").x) == 20
+
+
+def test_the_cache_holds_no_half_written_file(mnist_dir, cache, monkeypatch):
+    def fails(stream, **_):
+        stream.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(download.np, "savez", fails)
+    with pytest.warns(UserWarning, match="disk full"):
+        load_dataset("mnist")
+    assert list(cache.iterdir()) == []
 
 
 def test_the_cache_directory_has_a_default(monkeypatch):

@@ -2,9 +2,9 @@
 
 FEDPACT_DATA   the data directory, one folder a data set; it may be read-only.
                Default: `data` in the cache directory.
-FEDPACT_CACHE  the cache directory. Default: ~/.cache/fedpact.
+FEDPACT_CACHE  the cache directory for decoded arrays. Default: ~/.cache/fedpact.
 
-A file is read whole and compared with its SHA-256 each time, before anything is decoded.
+A file is read whole and compared with its SHA-256 before anything is decoded.
 """
 
 import hashlib
@@ -15,13 +15,18 @@ import lzma
 import os
 import tarfile
 import urllib.request
+import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from fedpact.common.errors import DataError
 from fedpact.common.files import replacing
+
+Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,33 @@ def state(source: Source, file: str) -> str:
     except DataError:
         return "damaged"
     return "ok"
+
+
+def load_cached(source: Source, decode: Callable[[Source], Arrays]) -> Arrays:
+    """Return the data set's decoded arrays: from the cache, else decoded and then cached.
+
+    The cached .npz is named by the files' checksums. A damaged one is made again.
+    """
+    sums = "".join(f"{file}{digest}" for file, digest in sorted(source.files.items()))
+    key = hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
+    path = cache_dir() / f"{source.name}-{key}.npz"
+    if path.is_file():
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return dict(stored)
+        except Exception as error:  # a damaged zip fails in a dozen ways; the originals are at hand
+            warnings.warn(f"{path} is damaged ({error}): it is made again", stacklevel=2)
+    arrays = decode(source)
+    try:
+        with replacing(path, private=False) as target, target.open("wb") as stream:
+            np.savez(stream, allow_pickle=False, **arrays)
+    except OSError as error:
+        warnings.warn(
+            f"the decoded {source.name} cannot be cached ({error}), so every run decodes it again: "
+            "set FEDPACT_CACHE to a directory that can be written",
+            stacklevel=2,
+        )
+    return arrays
 
 
 _TIMEOUT = 60  # seconds without an answer

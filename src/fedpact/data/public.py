@@ -49,7 +49,7 @@ from torch import Tensor
 from fedpact.common.errors import DataError
 from fedpact.data.cells import Columns
 from fedpact.data.dataset import Dataset
-from fedpact.data.download import SOURCES, Source, read_verified
+from fedpact.data.download import SOURCES, Arrays, Source, load_cached, read_verified
 from fedpact.data.inputs import table_of
 from fedpact.data.schema import RecordForm
 from fedpact.data.splits import power_law_sizes
@@ -206,13 +206,14 @@ def load_images(name: str) -> Dataset:
     """
     classes, *constants = _IMAGES[name]
     mean, std = (torch.tensor(c).view(-1, 1, 1) for c in constants)
-    arrays = (_decode_cifar if name == "cifar10" else _decode_idx)(SOURCES[name])
+    arrays = load_cached(SOURCES[name], _decode_cifar if name == "cifar10" else _decode_idx)
 
-    def read(pixels: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-        x = torch.from_numpy(pixels.astype(np.float32)).div_(255).sub_(mean).div_(std)
-        return x, torch.from_numpy(labels.astype(np.int64))
+    def read(end: str) -> tuple[Tensor, Tensor]:
+        pixels, labels = arrays["x" + end].astype(np.float32), arrays["y" + end].astype(np.int64)
+        x = torch.from_numpy(pixels).div_(255).sub_(mean).div_(std)
+        return x, torch.from_numpy(labels)
 
-    return Dataset(name, *read(*arrays[:2]), classes, *read(*arrays[2:]))
+    return Dataset(name, *read(""), classes, *read("_test"))
 
 
 def load_digits() -> Dataset:
@@ -229,11 +230,7 @@ def load_digits() -> Dataset:
     return Dataset("digits", x[~test], y[~test], tuple("0123456789"), x[test], y[test])
 
 
-_Decoded = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""x [n, ...], y [n], and those of the test set, uint8."""
-
-
-def _decode_idx(source: Source) -> _Decoded:
+def _decode_idx(source: Source) -> Arrays:
     # An IDX file: two zero bytes, the type (8 = uint8), the number of dimensions, each of them as a
     # big-endian uint32, then the values.
     arrays = []
@@ -242,14 +239,14 @@ def _decode_idx(source: Source) -> _Decoded:
         shape = np.frombuffer(content, ">u4", count=content[3], offset=4)
         arrays.append(np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape))
     x, y, x_test, y_test = arrays
-    return x[:, None], y, x_test[:, None], y_test
+    return {"x": x[:, None], "y": y, "x_test": x_test[:, None], "y_test": y_test}
 
 
-def _decode_cifar(source: Source) -> _Decoded:
+def _decode_cifar(source: Source) -> Arrays:
     batches = [cifar_batch(read_verified(source, file)) for file in source.files]
     *train, (x_test, y_test) = batches
     x, y = (np.concatenate(part) for part in zip(*train, strict=True))
-    return x, y, x_test, y_test
+    return {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
 
 
 def cifar_batch(content: bytes) -> tuple[np.ndarray, np.ndarray]:
