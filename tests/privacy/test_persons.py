@@ -274,7 +274,7 @@ def test_a_record_without_a_person_is_left_out(tmp_path, caplog):
     plan = {"data": str(path), "label": "sick", "person": "patient_id", "sites": 2}
     data = SimulationSetup.of(Plan.parse({**plan, "privacy": {"unit": "person"}})).dataset
     assert len(data.y) == len(lines) - 2
-    assert "row 3: column patient_id names no person" in caplog.text
+    assert "row 3 = '': column patient_id names no person" in caplog.text
     with pytest.raises(DataError, match="person has 2 entries for 3"):
         from_arrays([[1.0], [2.0], [3.0]], [0, 1, 0], person=["a", "b"])
 

@@ -221,7 +221,7 @@ def epsilon_on_the_way(
 
     >>> event = SampledGaussian(0.015, 1.1)
     >>> round(epsilon_on_the_way({event: 317}, {event: 2000}, delta=1e-5), 2)
-    1.38
+    1.37
     """
     if accountant == "rdp" or not any(history.values()) or not planned:
         return epsilon(history, delta, accountant)
