@@ -29,8 +29,9 @@ from fedpact.common.messages import (
 
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 OTHERS = [
-    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-    *(torch.uint8, torch.bfloat16, torch.float16),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.float16),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 ]
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda name: name != "__metadata__"
@@ -147,6 +148,12 @@ def test_a_vector_with_the_name_of_a_blocks_own_part_is_not_sent():
     for encode in (to_bytes, encoded_length):
         with pytest.raises(InputError, match=r"State\.vectors has a vector '__metadata__'"):
             encode(State({"__metadata__": torch.zeros(2)}))
+
+
+def test_a_lazily_conjugated_or_negated_vector_is_decoded():
+    waves = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    for vector in (waves.conj(), waves.conj().imag):
+        assert torch.equal(from_bytes(to_bytes(State({"w": vector}))).vectors["w"], vector)  # pyright: ignore
 
 
 TASK = Task("run", 3, "fedavg", {"w": torch.tensor([1.0, 2.0])}, {"x": 1.0}, included=2, attempt=0)

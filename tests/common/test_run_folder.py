@@ -111,6 +111,8 @@ def test_a_folder_that_cannot_be_is_refused_and_none_is_made(tmp_path):
     new = tmp_path / "new" / "run"
     assert check_out(new) == new
     assert not new.parent.exists()
+    with pytest.raises(InputError, match="which is not valid UTF-8"):
+        check_out(tmp_path / "bad\udcff")
     # Both that write one ask first.
     for carry_out in (lambda out: run(Plan(), out), lambda out: compare([Plan()], 1, out)):
         with pytest.raises(InputError, match="is not a folder: name a folder"):

@@ -15,7 +15,9 @@ from fedpact.common.errors import DataError, InputError
 from fedpact.common.files import safe_name
 from fedpact.data.load import from_arrays
 from fedpact.data.partition import (
+    PARTITION_KINDS,
     Partition,
+    PartitionKind,
     PartitionSettings,
     make_partition,
 )
@@ -347,3 +349,24 @@ def test_validation_records_are_training_records(persons):
             for parts in (split.train, split.held_out)
         )
         assert not train & validation
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda y, sites: [],
+        lambda y, sites: np.array_split(np.arange(len(y)), sites - 1),
+        lambda y, sites: [np.arange(len(y))] * sites,
+        lambda y, sites: [np.repeat(part, 2) for part in np.array_split(np.arange(len(y)), sites)],
+        lambda y, sites: np.array_split(np.arange(len(y)) - 1, sites),
+        lambda y, sites: np.array_split(np.arange(len(y)) + 1, sites),
+        lambda y, sites: [np.arange(len(y)) % sites == site for site in range(sites)],
+        lambda y, sites: np.array_split(1.0 * np.arange(len(y)), sites),
+    ],
+    ids=["none", "too few", "every site all", "twice", "negative", "beyond", "masks", "floats"],
+)
+def test_a_split_of_ones_own_gives_a_record_once(monkeypatch, split):
+    kind = PartitionKind(lambda y, sites, *_: split(y, sites))
+    monkeypatch.setitem(PARTITION_KINDS, "mine", kind)
+    with pytest.raises(DataError, match=r"the split 'mine' gave .*correct its function"):
+        make_partition(records([30, 30]), PartitionSettings(kind="mine"), 3, 0)

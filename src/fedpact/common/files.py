@@ -172,6 +172,13 @@ def check_out(out: Path) -> Path:
     """Return an output folder. Raises InputError: it is not a folder, or cannot be created."""
     places = (out.absolute(), *out.absolute().parents)
     found = next(place for place in places if os.path.lexists(place))
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"out is {str(out)!r}, which is not valid UTF-8, as a run's files are: name another "
+            "folder"
+        ) from None
     if not (found.is_dir() and os.access(found, os.W_OK | os.X_OK)):
         why = "is not writable" if found.is_dir() else "is not a folder"
         raise InputError(f"out is {str(out)!r}, but {found} {why}: name a folder that can be made")

@@ -202,18 +202,26 @@ _DECLARED: Final[Mapping[type[Message], Mapping[str, object]]] = {
 }
 
 _TYPES: Final[Mapping[torch.dtype, str]] = {
+    torch.uint64: "U64",
     torch.int64: "I64",
     torch.float64: "F64",
+    torch.complex64: "C64",
     torch.float32: "F32",
+    torch.uint32: "U32",
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.uint16: "U16",
     torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The names of types that are sent, in the order in which safetensors stores vectors."""
+"""The names of types in safetensors, in the order in which it stores vectors."""
 
 _RESERVED: Final = "__metadata__"
 """Where safetensors stores other data than vectors."""
@@ -333,7 +341,7 @@ def _layout(forms: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> str:
 
 def _memory(vector: Tensor) -> memoryview:
     """Return a vector's bytes, uncopied if it is contiguous and on the CPU."""
-    flat = vector.detach().cpu().contiguous().reshape(-1)
+    flat = vector.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     # A single number counts as contiguous with any stride, but only stride 1 can be viewed.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 

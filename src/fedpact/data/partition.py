@@ -354,6 +354,7 @@ def make_partition(
                 + (f"take at most {most} sites" if most else f"expected {least} {what} or more")
             )
         parts = split(_strata(dataset, settings)[free][firsts], sites, settings, rng)
+        _check_parts(settings.kind, parts, sites, len(firsts))
         if whose is not None:
             parts = [np.flatnonzero(np.isin(whose, persons)) for persons in parts]
         records = {name: free[part] for name, part in zip(site_names(sites), parts, strict=True)}
@@ -389,6 +390,18 @@ def make_partition(
     return Partition(
         settings, seed, dataset.classes, train, held_out, _label_counts(dataset, train)
     )
+
+
+def _check_parts(kind: str, parts: splits.Indices, sites: int, count: int) -> None:
+    """Raise DataError unless there is a part for each site, and nothing is in two."""
+    dealt = np.concatenate([np.ravel(part) for part in parts] or [np.array(())])
+    inside = dealt.dtype.kind in "iu" and bool(((dealt >= 0) & (dealt < count)).all())
+    if not (len(parts) == sites and inside and len(np.unique(dealt)) == len(dealt)):
+        raise DataError(
+            f"the split {kind!r} gave {len(parts)} arrays of {len(dealt)} {dealt.dtype} indices: "
+            f"expected one array for each of {sites} sites, with integers from 0 to {count - 1}, "
+            "none twice; correct its function in PARTITION_KINDS"
+        )
 
 
 def _strata(dataset: Dataset, settings: PartitionSettings) -> np.ndarray:
