@@ -119,6 +119,35 @@ def test_a_sites_log_has_no_value_of_a_record(caplog, value, most):
     assert f"{value:g}" not in one.replace(f"up to {most}", "")
 
 
+def test_records_near_zero_are_reported_with_a_remedy(tmp_path, caplog):
+    """No column is narrower than the others: all of them are, as of numbers in another unit."""
+    draw = np.random.default_rng(0)
+    y = draw.integers(0, 2, 1000)
+    x = (draw.uniform(-1, 1, (1000, 6)) + 0.5 * (2 * y[:, None] - 1)) * 0.0025
+    np.savez(tmp_path / "x.npz", x=x.astype(np.float32), y=y)
+    data = str(tmp_path / "x.npz")
+    bad = simulate(plan_of(data), tmp_path / "bad").summary
+    (one,) = [r.message for r in caplog.records if "all numbers stay near 0" in r.message]
+    caplog.clear()
+    lines = one[one.index("[records]") : one.index("\n\nor columns")]
+    declared = lines.replace("low = ...", "low = -0.004").replace("high = ...", "high = 0.004")
+    good = simulate(plan_of(data, tomllib.loads(declared)["records"]), tmp_path / "good").summary
+    assert "stay near 0" not in caplog.text
+    assert good["accuracy"] > 0.8 > bad["accuracy"]
+
+
+def test_site_hears_its_record_length_by_powers_of_ten(caplog):
+    short = torch.tensor([[0.03, 0.04], [0.0, 0.01], [float("nan"), 9.0]])
+    advise("t.csv", RecordForm(), (2,), ("a", "b"), short, values=False)
+    assert "no record is longer than up to 1e-01" in caplog.text
+    caplog.clear()
+    # Rows of length 1 have short numbers when there are many, and zeros have no unit.
+    for rows in (torch.full((3, 2500), 0.02), torch.zeros(3, 2)):
+        advise("t.npz", RecordForm(), tuple(rows.shape[1:]), (), rows)
+    advise("t.npz", RecordForm(low=0.0, high=0.0004, scale="range"), (2,), (), short * 0.01)
+    assert not caplog.text
+
+
 LITTLE = "much farther from 0 than they differ"
 
 

@@ -1,7 +1,7 @@
 """Advice on the scaling of columns, and declarations for known public tables.
 
 A record's gradient grows with its numbers. Next to an age of 60 a value of 0 or 1 has almost no
-effect, and clipping shortens both alike.
+effect, and clipping shortens both alike. Noise drowns numbers of a thousandth.
 
 NAME.toml, next to this file, has [records] for a plan on the data set NAME, from its description
 and general knowledge of such measurements.
@@ -24,6 +24,8 @@ _WIDE: Final = 10.0
 _BESIDE: Final = 10.0
 # Columns without names that are a table's. Of pixels in a row some are hardly ever other numbers.
 _TABLE: Final = 50
+# A record's length, below which noise that suits a bound of 1 or so is more than its share.
+_SHORT: Final = 0.3
 _SHOWN: Final = 5
 _FOUND: Final = " (found by looking at the records, as this machine's owner may)"
 
@@ -43,7 +45,7 @@ def advise(
     *,
     values: bool = True,
 ) -> None:
-    """Warn of numbers far from 0 or with little variation, with the lines that scale them.
+    """Warn of numbers far from 0, with little variation, or near 0, with lines that scale them.
 
     shape: a record's. features: a table's columns, () without names. x: the records [n, *shape], if
     they may be read, on their owner's machine; declared ranges take precedence. values: whether the
@@ -64,6 +66,8 @@ def advise(
         wide = {"": ("", form.general, x)}
     if wide:
         _warn_of_wide(origin, [*wide.values()], tell)
+    if x is not None and all(own.scale == "none" for _, own, _ in columns):
+        _warn_of_short(origin, x, tell)
     ordered = [
         name
         for name, own, _ in columns
@@ -115,6 +119,20 @@ def _warn_of_little(origin: str, columns: Sequence[_Column], tell: _Tell) -> Non
             "in another unit, or declare a range from public knowledge, as narrow as it allows: "
             '[records.columns.NAME] with range = [LEAST, MOST], clamp = true and scale = "range"; '
             'or scale = "standard" with a mean and deviation from public knowledge.'
+        )
+
+
+def _warn_of_short(origin: str, x: Tensor, tell: _Tell) -> None:
+    lengths = torch.linalg.vector_norm(x.flatten(1), dim=1)
+    longest = float(lengths[lengths.isfinite()].max().item()) if lengths.isfinite().any() else 0.0
+    if 0 < longest < _SHORT:
+        _logger.warning(
+            f"{origin}: all numbers stay near 0: no record is longer than {tell(longest)}{_FOUND}; "
+            "expected about 1. A step that suits numbers of about 1 is far too short for these, "
+            "and noise is louder. Declare what the values can be, from public knowledge and not "
+            'from the file, and a scale:\n\n[records]\nlow = ...\nhigh = ...\nscale = "range"\n\n'
+            "or columns by their names: [records.columns.NAME] with range = [LEAST, MOST] and "
+            'scale = "range".'
         )
 
 
