@@ -125,7 +125,9 @@ def check_separation(tried: _Tried, x: Tensor, y: Tensor) -> None:
                 "it cannot be checked; draw numbers from torch's own generator, and keep nothing "
                 "between passes"
             )
-        norms = torch.tensor([_norm(_one(tried, x, y, j)) for j in range(len(x))]).double()
+        norms = torch.tensor(
+            [_norm(_one(tried, x, y, j)) for j in range(len(x))], dtype=torch.float64
+        )
         if not norms.isfinite().all():
             raise ModelError(
                 f"model {model_name(module)} has outputs, a loss or a gradient that are not finite "
