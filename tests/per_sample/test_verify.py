@@ -1,6 +1,8 @@
 """Models that mix the records of a batch are refused: BatchNorm by name, any other by `verify`."""
 
+import math
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -307,6 +309,28 @@ def test_verify_finds_a_little_of_one_record_in_another(reference, wrong, part):
     kernel = PerSampleKernel(FlatModel(nn.Linear(4, 2).double()), cross_entropy)
     with pytest.raises(ModelError, match="mixes the records"):
         check_separation(Counted(kernel, wrong, part), x, y)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda summed, x, y, clip, w: summed(x, y, math.inf, w),
+        lambda summed, x, y, clip, w: summed(x, y, clip, w if len(x) <= 4 else w.flip(0)),
+    ],
+    ids=["unclipped", "turned in a larger batch"],
+)
+def test_verify_finds_what_only_a_large_clipped_sum_shows(reference, wrong):
+    x, y = reference.data(4, 4), torch.arange(4) % 2
+    tried = Counted(PerSampleKernel(FlatModel(nn.Linear(4, 2).double()), cross_entropy))
+    tried.summed = partial(wrong, tried.summed)
+    with pytest.raises(ModelError, match="mixes the records"):
+        check_separation(tried, x, y)
+
+
+def test_gradients_beyond_float32_are_accepted_in_float64(reference):
+    x, y = 1e40 * reference.data(4, 4), torch.arange(4) % 2
+    kernel = PerSampleKernel(FlatModel(nn.Linear(4, 2).double()), cross_entropy)
+    check_separation(Counted(kernel), x, y)
 
 
 def test_verify_says_in_the_log_that_it_is_at_work(reference, monkeypatch, caplog):
