@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from getpass import getuser
 from pathlib import Path
 from shlex import quote
@@ -148,8 +149,7 @@ def approve(
     out = plain_console()
     out.print(signatures.describe(directory) + "\n")
     found = check_site(directory)
-    if by is None or found.problems:
-        print_check(found)
+    print_check(found if by is None else replace(found, approvals=0))  # as it is being signed
     if by is not None and found.problems:
         told = "; ".join(found.problems)
         raise FedpactError(f"Site {found.site}: {told}. Nothing was reserved or charged")
