@@ -101,3 +101,16 @@ def test_an_algorithm_that_is_not_its_parent_is_found():
     with pytest.raises(Violation, match="from its parent's"):
         conformance.check_neutral(f"{__name__}:NotNeutral", False)
     assert torch.isfinite(conformance.HandFederation(False).w).all()
+
+
+def test_a_bound_is_lifted_whether_or_not_it_is_named():
+    class Batch:
+        def loss(self, w, bound):
+            return bound
+
+        def difference(self, w, anchor, bound):
+            return bound
+
+    free = conformance.Unbounded(Batch())
+    given = free.loss(0, 1), free.loss(w=0, bound=1), free.difference(0, 0, bound=1)
+    assert min(*given, free.difference(0, 0, 1)) > 1e29

@@ -259,9 +259,8 @@ class Unbounded:
         return {
             "batches": lambda *asked: map(Unbounded, found(*asked)),
             "opening": lambda *asked: Unbounded(found(*asked)),
-            # The last argument is the bound.
-            "difference": lambda *query: found(*query[:-1], 1e30),
-            "loss": lambda *query: found(*query[:-1], 1e30),
+            "difference": lambda w, anchor, *_, **__: found(w, anchor, 1e30),
+            "loss": lambda w, *_, **__: found(w, 1e30),
         }.get(name, found)
 
 
