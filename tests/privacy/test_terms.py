@@ -192,3 +192,11 @@ def test_epsilon_after_part_of_a_run_bounds_a_recount():
     assert costs == sorted(costs)
     assert costs[0] == 0
     assert recount(terms, 150, "rdp") <= costs[2] * (1 + 1e-4)
+
+
+def test_epsilon_alone_is_that_of_a_sites_own_share():
+    terms = calibrated(**COMMON | {"sigmas": ONE}, honest=4)
+    for steps in (150, 300):
+        found = terms.guarantee_after({terms.event: steps})
+        assert found.alone >= recount(terms, steps, "pld") * (1 - 1e-4)
+        assert found.alone > found.epsilon
