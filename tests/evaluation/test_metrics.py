@@ -15,6 +15,7 @@ from fedpact.common.params import FlatModel
 from fedpact.evaluation.metrics import (
     METRICS,
     Metric,
+    area,
     entropy,
     evaluate,
     fairness,
@@ -277,3 +278,10 @@ def test_any_number_is_written_as_a_float(monkeypatch, value):
     found = of_sites({"a": score(0.5)}, {"a": 1.0})["mine"]
     assert type(found) is float
     assert found == 0.5
+
+
+def test_equal_scores_are_half_a_pair_each():
+    """A constant score orders no pair; of two pairs, one tie and one in order are 3/4."""
+    y = torch.tensor([0, 1, 1])
+    assert area(torch.zeros(3, 2), y) == 0.5
+    assert area(torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]), y) == 0.75
