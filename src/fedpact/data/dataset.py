@@ -105,7 +105,7 @@ class RecordFilter:
         )
 
     def leave_out(
-        self, bad: Any, column: str, why: str, cells: Sequence[Any] | None = None
+        self, bad: Any, column: str, why: str, cells: Sequence[Any] | np.ndarray | None = None
     ) -> None:
         """Leave records out. bad: a mask [count], or rows from 0. column: or "". why: as MISSING.
 
@@ -115,7 +115,9 @@ class RecordFilter:
         known = [rows for key in {"", column} for rows in self._faults.get(key, {}).values()]
         _note(self._faults, bad, column, why, cells, known)
 
-    def clamp(self, bad: Any, column: str, why: str, cells: Sequence[Any] | None = None) -> None:
+    def clamp(
+        self, bad: Any, column: str, why: str, cells: Sequence[Any] | np.ndarray | None = None
+    ) -> None:
         """Note that a value of records was set to a bound; see `leave_out`."""
         _note(self._clamped, bad, column, why, cells, ())
 
@@ -183,7 +185,7 @@ def _note(
     bad: Any,
     column: str,
     why: str,
-    cells: Sequence[Any] | None,
+    cells: Sequence[Any] | np.ndarray | None,
     known: Collection[Collection[int]],
 ) -> None:
     bad = np.asarray(bad)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -349,10 +349,11 @@ def from_python(
     if isinstance(data, Dataset) and test is None:
         return replace(data)  # held against the plan's form anew, whatever it was made by
     form = records.shared(target)
-    train = data.get("train") if isinstance(data, Mapping) else None
+    parts = cast(Mapping[Any, Any], data) if isinstance(data, Mapping) else {}
+    train = parts.get("train")
     table = hasattr(train, "column_names") or hasattr(train, "columns")
-    if train is not None and (table or set(data) <= {"train", "test", *_BESIDE}):
-        test = _test_of(data) if test is None else test
+    if train is not None and (table or {*parts} <= {"train", "test", *_BESIDE}):
+        test = _test_of(parts) if test is None else test
         return from_python(train, records, label, site, person, test, target)
     if isinstance(data, str | Path):
         found = load_dataset(

@@ -144,14 +144,14 @@ class ColumnCells:
         outside, remark = np.zeros(0, bool), describe_form(self.texts) if kind == "text" else ""
         if own is not None:
             outside, remark = _beside(self, own, kind)
-        told = (
+        least, middle, most = (
             np.quantile(self.finite, (0.0, 0.5, 1.0)).tolist() if kind == "numbers" else [None] * 3
         )
         few = Counter(self.words.values() if kind in ("text", "dates") else ())
         return ColumnSummary(
             self.name,
             kind,
-            *told,
+            *(least, middle, most),
             float(self.blank.sum() / count),
             float(outside.sum() / count),
             tuple(few.most_common(_SHOWN)),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -89,8 +89,8 @@ class Table:
         whole = np.zeros((self.sieve.count, *self.shape), bool)
         whole[part] = bad
         names = self.names or ("x",)
-        each = whole.reshape(len(whole), len(names), -1).any(2)
-        for k in each.any(0).nonzero()[0].tolist():
+        each = np.any(whole.reshape(len(whole), len(names), -1), axis=2)
+        for k in np.flatnonzero(np.any(each, axis=0)).tolist():
             cells = (x[:, k] if self.names else None) if isinstance(x, np.ndarray) else x[names[k]]
             note(each[:, k], names[k], why, cells)
 
@@ -209,7 +209,7 @@ def _keep_range(table: Table, x: np.ndarray, part: Any, own: Column) -> None:
             table.mark(~known, "is not one of its declared categories", part)
         else:
             # Values that are not numbers are already left out.
-            x[part] = np.where(known | ~np.isfinite(some), some, own.number(own.other))
+            x[part] = np.where(known | ~np.isfinite(some), some, cast(float, own.number(own.other)))
         return
     low, high = _bounds(own, x.dtype)
     with np.errstate(invalid="ignore"):
