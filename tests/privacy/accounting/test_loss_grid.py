@@ -1,0 +1,90 @@
+"""The grid of losses, step by step: moved onto it, composed, and solved for ε."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fedpact.privacy.accounting import pld
+from fedpact.privacy.accounting.pld import LossMasses
+
+
+def binomial_delta(release, count, step, e):
+    """δ(ε) of so many releases that have two losses, and an infinite one, by all their sums."""
+    (low, high), found = release.mass.tolist(), count * release.infinite
+    for k in range(count + 1):
+        loss = step * (count * release.low + k)
+        found += math.comb(count, k) * low ** (count - k) * high**k * max(0, -math.expm1(e - loss))
+    return found
+
+
+OUTSIDE = 2.0**-20
+
+
+def compose(releases, counts, spread, delta):
+    """`pld.compose` with the mass that its window may leave out taken off δ, as its callers do."""
+    with np.errstate(all="ignore"):
+        return pld.compose(releases, counts, 0.25, spread, OUTSIDE * delta, (1 - OUTSIDE) * delta)
+
+
+@pytest.mark.parametrize("high", [0.3, 1e-3])
+@pytest.mark.parametrize(
+    ("count", "delta", "infinite"), [(7, 1e-3, 0.0), (200, 1e-15, 0.0), (200, 1e-3, 0.4e-3)]
+)
+def test_composed_losses_are_those_of_all_their_sums(count, high, delta, infinite):
+    """Tilted where δ is small, and with nearly half of δ for infinite losses."""
+    infinite /= count
+    release = LossMasses(0, np.array([1 - high - infinite, high]), infinite)
+    found = compose([release], [count], 0.25 * math.sqrt(count * high), delta)
+    assert binomial_delta(release, count, 0.25, found) <= delta
+    assert binomial_delta(release, count, 0.25, 0.999 * found) > delta
+
+
+def test_two_kinds_of_losses_cost_no_less_than_both():
+    """A release of another kind that is the same one twice: as if there were one kind."""
+    release = LossMasses(0, np.array([0.9, 0.1]), 0.0)
+    twice = LossMasses(0, np.convolve(release.mass, release.mass), 0.0)
+    for delta in (1e-4, 1e-15):
+        found = compose([release, twice], [20, 15], 0.6, delta)
+        assert binomial_delta(release, 50, 0.25, found) <= delta
+        assert binomial_delta(release, 50, 0.25, 0.999 * found) > delta
+
+
+def test_losses_are_moved_so_that_both_masses_stay():
+    grid = np.arange(-8, 9) * 0.5
+    at = np.sort(np.random.default_rng(1).normal(size=17))
+    p = pld.cell_masses(at)
+    # Within a cell no ratio is beyond those at its ends.
+    share = np.random.default_rng(2).uniform(size=16)
+    r = np.array(p)
+    r[0, 1:-1] *= share * np.exp(-grid[:-1]) + (1 - share) * np.exp(-grid[1:])
+    moved = pld.connect_dots(p, r, grid, -8)
+    assert moved.mass.sum() + moved.infinite == pytest.approx(1, abs=1e-14)
+    below = p[0, 0] * math.exp(-grid[0])
+    kept = r[0, 1:-1].sum() + below
+    assert kept * (1 - 1e-9) <= moved.mass @ np.exp(-grid) <= kept
+    assert moved.infinite == p[0, -1]
+
+
+def test_what_may_lie_outside_is_taken_off_delta(monkeypatch):
+    term = (0.1, 2.0, 100)
+    half = pld.pld_epsilon([term], 0.5e-5)
+    monkeypatch.setattr(pld, "OUTSIDE", 0.5)
+    assert pld.pld_epsilon([term], 1e-5) >= 0.9999 * half
+
+
+def test_slack_between_points_is_that_of_the_point_before():
+    """It falls in ε, and at ε it is at most that; the next point's would be too little."""
+    losses, mass = np.arange(4.0), np.array([0.0, 0.0, 0.0, 1.0])
+    slack = np.array([0.4, 0.2, 0.1, 0.0])
+    found = pld._solve(mass, losses, 0.9, slack)
+    assert 1 < found < 2
+    assert -math.expm1(found - 3) + 0.2 == pytest.approx(0.9) or found == 1.0
+
+
+@pytest.mark.parametrize("where", [0, 2, 3])
+def test_nan_never_makes_epsilon_small(where):
+    mass = np.array([0.0, 0.0, 0.5, 0.5])
+    mass[where] = math.nan
+    found = pld._solve(mass, np.arange(4.0), 1e-5, np.zeros(4))
+    assert found > where or found == math.inf
