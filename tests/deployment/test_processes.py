@@ -1,6 +1,7 @@
 """The parties' processes, and Flower's beside them: started, watched and ended."""
 
 import errno
+import json
 import ssl
 import subprocess
 import sys
@@ -211,6 +212,14 @@ def test_a_party_that_ends_at_once_has_a_log(deployment):
     assert f"site-00 has ended: {words}" in told.stdout
     assert told.stdout.count("has ended") == 1
     assert "Traceback" not in (site / "log.txt").read_text()
+
+
+def test_status_shows_the_last_rounds_figures(federate):
+    run = federate({}, rounds=1)
+    run()
+    told = CliRunner().invoke(app, ["deploy", "status", str(run.directory)])
+    last = json.loads((run.directory / "server/run/rounds.jsonl").read_text().splitlines()[-1])
+    assert f"round 1 of 1, accuracy {last['accuracy']:.4g} on public test data" in told.stdout
 
 
 def test_a_site_that_waits_to_be_let_in_outlasts_a_full_disk(site_dir, monkeypatch, caplog):

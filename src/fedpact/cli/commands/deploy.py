@@ -324,7 +324,11 @@ def _follow(directory: Path, here: processes.Parties) -> None:
 
 def _print(directory: Path, found: dict[str, Any]) -> None:
     out = plain_console()
-    out.print(f"run {found['run']}: {found['state']}, round {found['round']} of {found['rounds']}")
+    curves = [c for c in found.get("curves", ()) if c["points"]]
+    last = [f", {c['name']} {c['points'][-1][1]:.4g} {c['of']}" for c in curves]
+    seconds = [f", {found['seconds_spent']:.3g} s"] if found.get("seconds_spent") else []
+    what = f"run {found['run']}: {found['state']}, round {found['round']} of {found['rounds']}"
+    out.print("".join((what, *last, *seconds)))
     for told in (*found.get("compared", ()), *found.get("to_do", ())):
         out.print(told)
     rows = [
