@@ -6,16 +6,18 @@ from functools import cache
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from fedpact.common.errors import InputError, PlanError
 from fedpact.common.params import FlatModel
 from fedpact.common.randomness.seeded import SeededDraws
 from fedpact.plan import Plan
-from fedpact.privacy.accounting.accountant import Budget
+from fedpact.privacy.accounting.accountant import ACCOUNTANTS, Budget
 from fedpact.privacy.mechanisms import MECHANISMS, sensitivity
 from fedpact.privacy.oracle import PrivateOracle, Records, Terms
 from fedpact.privacy.reply_bounds import longest_gradient
+from fedpact.privacy.settings import Privacy
 
 CLIP = 0.7
 BOUND = 1.5
@@ -117,3 +119,11 @@ def test_every_mechanism_is_complete():
         for channel, moved in entry.sensitivities.items():
             assert 0 < moved < math.inf
             assert callable(getattr(entry.batch, channel))
+
+
+@pytest.mark.parametrize(("table", "key"), [(MECHANISMS, "mode"), (ACCOUNTANTS, "accountant")])
+def test_a_plan_may_name_what_was_added_later(monkeypatch, table, key):
+    with pytest.raises(ValidationError, match="'mine': expected one of"):
+        Privacy(**{key: "mine"})
+    monkeypatch.setitem(table, "mine", next(iter(table.values())))
+    assert getattr(Privacy(**{key: "mine"}), key) == "mine"

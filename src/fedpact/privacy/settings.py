@@ -1,5 +1,6 @@
 """The [privacy] table of a plan: each site's budget, clip and noise."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal, Self
 
@@ -42,10 +43,11 @@ class SiteGrant(BaseModel):
     """The site's q."""
 
 
-def _one_of(*names: str) -> AfterValidator:
+def _one_of(table: Mapping[str, object], *more: str) -> AfterValidator:
     def check_name(name: str) -> str:
-        if name not in names:
-            raise ValueError(f"{name!r}: expected one of {', '.join(names)}")
+        # Looked up when a plan is read: a module of one's own may have added an entry.
+        if name not in table and name not in more:
+            raise ValueError(f"{name!r}: expected one of {', '.join((*table, *more))}")
         return name
 
     return AfterValidator(check_name)
@@ -55,7 +57,7 @@ class Privacy(BaseModel):
     """How records are protected: (ε, δ) per record, under adding or removing one record."""
 
     model_config = FROZEN
-    mode: Annotated[str, _one_of(*MECHANISMS, "none")] = "per_sample"
+    mode: Annotated[str, _one_of(MECHANISMS, "none")] = "per_sample"
     """"per_sample" clips each record's gradient; "automatic" scales it up or down to a norm of
     almost C (AUTO-S); "batch_clipped" clips the mean gradient of a batch, which one record can
     change by 2C, so it needs twice the sigma; "none" trains without any protection, and the report
@@ -77,7 +79,7 @@ class Privacy(BaseModel):
     sigma: _Epsilon | list[_Epsilon] | None = None
     """The gradient's noise over C: one value, or a list in the order of site names. By default it
     is calibrated to spend ε exactly."""
-    accountant: Annotated[Accountant, _one_of(*ACCOUNTANTS)] = "best"
+    accountant: Annotated[Accountant, _one_of(ACCOUNTANTS)] = "best"
     """"pld", "rdp", or "best", the smaller of the two bounds."""
     sizes: Literal["public", "noisy"] = "public"
     """"public": N_i is declared. "noisy": each site releases one noisy count of its records before
