@@ -173,7 +173,8 @@ def _release(q: float, sigma: float, step: float, reach: float) -> tuple[LossMas
         return float(np.logaddexp(rest, math.log(q) + (2 * x - 1) / (2 * sigma**2)))
 
     first, last = ends(loss(-reach * sigma), loss(1 + reach * sigma), step)
-    if last - first > _LARGEST:
+    # Beyond e^709 the outcome of the last loss would be infinite, and none beyond it.
+    if last - first > _LARGEST or last * step > 709:
         nothing = LossMasses(0, np.ones(1), math.inf)
         return nothing, nothing
     grid = np.arange(first, last + 1, dtype=np.float64) * step
