@@ -9,43 +9,39 @@ import torch
 from torch import nn
 
 
-def mixing(shape):
+class Made(nn.Module):
+    """A module that is its own factory, whatever the records' shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+
+
+class Mixing(Made):
     """The batch's own mean would mix records; a record alone has none to mix with."""
 
-    class Centre(nn.Module):
-        def forward(self, x):
-            return torch.cat([x.flatten(1), x.flatten(1) - x.flatten(1).mean(0)], 1)
-
-    return Centre()
+    def forward(self, x):
+        return torch.cat([x.flatten(1), x.flatten(1) - x.flatten(1).mean(0)], 1)
 
 
 def linear(shape):
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 6))
 
 
-class _Picky(nn.Module):
+class Picky(Made):
     def forward(self, x):
         return (x.flatten(1)[:, :4] - 3).log()
 
 
-class _Branching(nn.Module):
+class Branching(Made):
     def forward(self, x):
         return x.flatten(1) + (1 if x.max() > 100 else 0)
-
-
-def branching(shape):
-    return _Branching()
-
-
-def picky(shape):
-    return _Picky()
 
 
 def nothing(shape):
     return None
 
 
-class _Counting(nn.Module):
+class Counting(nn.Module):
     """Keeps a mean of what it has seen, and tells it."""
 
     def __init__(self, shape):
@@ -57,92 +53,60 @@ class _Counting(nn.Module):
         return x.flatten(1) + self.seen
 
 
-def counting(shape):
-    return _Counting(shape)
-
-
 BEFORE = {}
 
 
-class _Remembering(nn.Module):
+class Remembering(Made):
     def forward(self, x):
         last, BEFORE["x"] = BEFORE.get("x", 0.0), x.flatten(1).clone()
         return x.flatten(1) + last
 
 
-def remembering(shape):
-    return _Remembering()
-
-
-class _Times(nn.Module):
-    def __init__(self, by):
-        super().__init__()
-        self.by = by
+class Times(Made):
+    by = 1.0
 
     def forward(self, x):
         return x.flatten(1).double() * self.by
 
 
-def times_1(shape):
-    return _Times(1.0)
+class TimesHuge(Times):
+    by = 2.0**1000
 
 
-def times_huge(shape):
-    return _Times(2.0**1000)
+class TimesTiny(Times):
+    by = 2.0**-1000
 
 
-def times_tiny(shape):
-    return _Times(2.0**-1000)
-
-
-class _Waves(nn.Module):
+class Waves(Made):
     def forward(self, x):
         return torch.fft.fft(x.flatten(1))
-
-
-def waves(shape):
-    return _Waves()
 
 
 def lazy(shape):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
 
 
-def raising(shape):
-    class Raising(nn.Module):
-        def forward(self, x):
-            raise ValueError("never ready")
-
-    return Raising()
+class Raising(Made):
+    def forward(self, x):
+        raise ValueError("never ready")
 
 
-def empty(shape):
-    class Empty(nn.Module):
-        def forward(self, x):
-            return x.flatten(1)[:, :0]
-
-    return Empty()
+class Empty(Made):
+    def forward(self, x):
+        return x.flatten(1)[:, :0]
 
 
-class _Noisy(nn.Module):
+class Noisy(Made):
     def forward(self, x):
         return nn.functional.dropout(x.flatten(1) + 1, 0.5, training=True)
-
-
-def noisy(shape):
-    return _Noisy()
 
 
 SCALE = 1.0
 
 
-class _Scaled(nn.Module):
+class Scaled(Made):
     def forward(self, x):
         return x.flatten(1) * SCALE + 1
-
-
-def scaled(shape):
-    return _Scaled()
 
 
 class Cut(nn.Module):
@@ -166,13 +130,9 @@ def given(shape):
 WEIGHT = 1.0
 
 
-class _Threads(nn.Module):
+class Threads(Made):
     def forward(self, x):
         return torch.tensor([[float(torch.get_num_threads()), 1.0]])
-
-
-def threads(shape):
-    return _Threads()
 
 
 def weighted(shape):
