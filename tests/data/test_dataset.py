@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from tests.tables import write_parquet
 from torch.utils.data import Subset
 
 from fedpact.common.errors import DataError
@@ -16,7 +15,7 @@ from fedpact.data.cells import read_columns, read_npz
 from fedpact.data.dataset import Dataset
 from fedpact.data.inputs import columns_of
 from fedpact.data.load import from_arrays, from_python, load_dataset
-from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
+from fedpact.data.schema import PlanRecords
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -85,11 +84,6 @@ def test_arrays_become_a_data_set():
     assert data.site == ("1", "2", "1")
     assert from_arrays(x, [0, 2, 1]).x.dtype == torch.int64  # 64-bit integers are tokens
     assert from_arrays(torch.from_numpy(x), [0, 2, 1]).classes == ("0", "1", "2")
-
-
-def test_numbers_to_learn_stay_in_their_declared_range():
-    form = RecordForm(target=LabelForm(kind="number", low=0.0, high=4.0))
-    assert from_arrays(np.zeros((3, 1)), [-1.0, 3.0, 9.0], form=form).y.tolist() == [-1, 0.5, 1]
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64, str])
@@ -212,17 +206,6 @@ def test_no_error_quotes_a_value(tmp_path):
     with pytest.raises(DataError) as error:
         load_dataset(path, label="y")
     assert "secret" not in str(error.value)
-
-
-def test_parquet_equals_csv(tmp_path):
-    columns = {"age": [61, 47], "city": ["A", "B"], "out": [1, 0], "dose": [0.5, -2.0]}
-    stored = write_parquet(tmp_path / "t.parquet", columns)
-    rows = "\n".join(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))
-    text = write(tmp_path / "t.csv", f"{','.join(columns)}\n{rows}\n")
-    a, b = (load_dataset(str(p), label="out", site="city") for p in (stored, text))
-    assert torch.equal(a.x, b.x)
-    assert torch.equal(a.y, b.y)
-    assert (a.classes, a.site) == (b.classes, b.site)
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):

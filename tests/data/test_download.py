@@ -142,24 +142,10 @@ def test_list_prints_one_document(mnist_dir):
     present = {row["name"]: row["present"] for row in document["data_sets"]}
     assert document["directory"] == str(mnist_dir.parent)
     assert all(row["what"] for row in document["data_sets"])
-    assert present == {
-        "digits": True,
-        "synthetic(ALPHA,BETA)": True,
-        "synthetic_iid": True,
-        "mnist": True,
-        "fashion_mnist": False,
-        "cifar10": False,
-        "heart_disease": False,
-        "heart_disease_flamby": False,
-        "adult": False,
-        "shakespeare": False,
-    }
+    assert set(NAMES) <= set(present)
+    here = {"digits", "synthetic(ALPHA,BETA)", "synthetic_iid", "mnist"}
+    assert {name for name, there in present.items() if there} == here
     assert "fashion_mnist" in run("list").stdout
-
-
-def test_list_shows_every_readable_name(mnist_dir):
-    told = [row["name"] for row in json.loads(run("list", "--json").stdout)["data_sets"]]
-    assert set(NAMES) <= set(told)
 
 
 def test_verify_finds_the_damaged_file(mnist_dir):

@@ -9,7 +9,6 @@ import torch
 from pydantic import ValidationError
 from tests.tables import write_csv, write_parquet
 
-from fedpact.common.errors import DataError
 from fedpact.common.params import FlatModel
 from fedpact.data.load import from_arrays, from_python, load_dataset, load_site
 from fedpact.data.schema import Column, PlanRecords, RecordForm, Scaling
@@ -137,14 +136,6 @@ def test_a_declaration_that_means_nothing_is_refused(column, message):
         RecordForm(columns={"a": column})
 
 
-@pytest.mark.parametrize(
-    "form", [{"scale": "one-hot"}, {"fill": "A"}, {"vocabulary": 3, "fill": 1}]
-)
-def test_a_declaration_for_all_values_has_numbers_alone(form):
-    with pytest.raises(ValidationError):
-        RecordForm(**form)
-
-
 def test_one_record_more_changes_no_other(tmp_path):
     """What is filled, scaled and encoded follows from the record and the constants alone."""
     form = PlanRecords(columns=COLUMNS).shared()
@@ -212,11 +203,6 @@ def test_a_model_is_built_for_the_output(tmp_path):
     assert scene.dataset.features[3:6] == ("ward=A", "ward=B", "ward=C")
     example = plan.stage().example(torch.zeros(6))
     assert FlatModel(TrainingSetup(plan, example, 2).module()).size == 2 * 10 + 2
-
-
-def test_columns_of_another_table_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"records\.columns declares ages"):
-        SimulationSetup.of(asked(wide(tmp_path / "t.csv"), columns={"ages": {"fill": 0}}))
 
 
 @pytest.mark.parametrize("features", ["none", "own"])
