@@ -80,12 +80,6 @@ def bits(value):
     )
 
 
-@settings(max_examples=60)
-@given(value=st.one_of([message(kind) for kind in (Task, Reply, Refusal, Step, State)]))
-def test_every_message_is_decoded_bit_for_bit(value):
-    assert bits(from_bytes(to_bytes(value))) == bits(value)
-
-
 @st.composite
 def tensors(draw):
     """Of every type, of no, one or several dimensions, with gaps, and in each other's memory."""
@@ -110,7 +104,7 @@ def tensors(draw):
 )
 def test_block_matches_safetensors_and_length_is_known(value, held):
     if not isinstance(value, Refusal):
-        value = dataclasses.replace(value, vectors=held)
+        value = dataclasses.replace(value, vectors={**value.vectors, **held})
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     of = fields.pop("vectors", {}).items()
     apart = {name: words(vector).view(vector.shape) for name, vector in of}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import fedpact
-from fedpact.common.errors import DataError, InputError, PlanError
+from fedpact.common.errors import DataError, InputError
 from fedpact.common.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.simulation import trackers
@@ -118,8 +118,3 @@ def test_missing_extra_starts_nothing_and_names_the_install(kind, tmp_path, monk
     with pytest.raises(InputError, match=rf"pip install 'fedpact\[{kind}\]'"):
         fedpact.run(Plan.parse({**SMALL, "run": {"log": [kind]}}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_an_unknown_writer_is_refused_by_name():
-    with pytest.raises(PlanError, match=r"run\.log"):
-        Plan.parse({**SMALL, "run": {"log": ["wandb"]}})

@@ -224,6 +224,7 @@ def test_a_partition_of_other_records_is_refused(tmp_path):
         ({"kind": "pathological"}, "kind = 'pathological' needs it"),
         ({"kind": "power_law", "smallest": 5}, "largest is None"),
         ({"kind": "power_law", "smallest": 5, "largest": 4}, "smallest <= largest"),
+        ({"kind": "dirichlet", "beta": float("nan")}, "beta"),
         ({"kind": "SizePartitioner"}, "use natural and name each record's site"),
         ({"kind": "ShardPartitioner", "beta": 2.0}, "beta is 2.0 with kind = 'shards'"),
     ],

@@ -16,7 +16,6 @@ from fedpact.deployment.federation import Federation, read_plan
 from fedpact.deployment.files import write_deployment
 from fedpact.plan import Plan
 from fedpact.simulation.setup import SimulationSetup
-from fedpact.simulation.simulate import simulate
 from fedpact.simulation.workshop import TrainingSetup
 
 COLUMNS = {
@@ -164,9 +163,9 @@ def asked(data, **records):
 
 
 def test_an_unscaled_table_is_warned_of_and_its_remedy_works(tmp_path, caplog):
-    """The lines of the warning, put into the plan, are the difference between chance and 1."""
+    """The lines of the warning, put into the plan, end it; that they help: see test_advice."""
     data = wide(tmp_path / "t.csv")
-    bad = simulate(asked(data), tmp_path / "bad").summary["accuracy"]
+    SimulationSetup.of(asked(data))
     (told,) = [r.message for r in caplog.records if "far from 0" in r.message]
     assert "age (79)" in told
     assert "smoker" not in told
@@ -183,9 +182,8 @@ def test_an_unscaled_table_is_warned_of_and_its_remedy_works(tmp_path, caplog):
     lines = told[told.index("[records") :]
     caplog.clear()
     remedy = tomllib.loads(lines)["records"]
-    good = simulate(asked(data, **remedy), tmp_path / "good").summary["accuracy"]
+    SimulationSetup.of(asked(data, **remedy))
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert bad < 0.75 < 0.95 < good
 
 
 def test_codes_are_advised_to_be_encoded(tmp_path, caplog):

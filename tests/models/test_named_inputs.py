@@ -9,7 +9,7 @@ from torch import nn
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import UNLABELLED, pixel_entropy
 from fedpact.models.build import build
-from fedpact.models.hugging_face import NamedInputs, reads_ahead, with_named_inputs
+from fedpact.models.hugging_face import reads_ahead, with_named_inputs
 
 IDS = torch.tensor([[5, 3, 0], [2, 4, 6]])
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -77,12 +77,6 @@ def test_weights_keep_their_names_in_files():
     assert found.state_dict().keys() == Text().state_dict().keys()
     found.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
     assert all(bool((p == 1).all()) for p in model.parameters())
-
-
-def test_an_image_is_the_models_main_input():
-    model, x = Picture(), torch.randn(2, 1, 4, 4)
-    found = with_named_inputs(model, x[0])
-    assert torch.equal(found(x), model(pixel_values=x)["logits"])
 
 
 @pytest.mark.parametrize(
@@ -205,9 +199,9 @@ def test_a_model_with_wrong_outputs_gets_a_remedy(monkeypatch):
             build("own:net", IDS[0], classes, 0)
 
 
-def test_a_model_that_is_built_is_given_named_inputs(monkeypatch):
-    monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_: Text)
-    assert isinstance(build("own:net", torch.stack([IDS, MASK], 1)[0], 2, 0), NamedInputs)
+class Found(NamedTuple):
+    hidden: torch.Tensor
+    logits: torch.Tensor
 
 
 class Several(nn.Linear):
@@ -231,8 +225,9 @@ class Several(nn.Linear):
         lambda v: {"logits": v, "hidden": v + 1},
         lambda v: {"loss": None, "scores": v},
         lambda v: {"hidden": v + 1, "prediction_outputs": v},
+        lambda v: Found(v + 1, v),
     ],
-    ids=["tuple", "list", "dict", "one tensor", "series"],
+    ids=["tuple", "list", "dict", "one tensor", "series", "named tuple"],
 )
 def test_outputs_other_than_logits_are_left_out(answer, training):
     model, x = Several(answer, training), torch.randn(4, 3)
@@ -289,19 +284,3 @@ def test_a_causal_model_reads_nothing_ahead(length):
     lstm = nn.LSTM(8, 8, batch_first=True)
     for mix in (lambda h: h.cumsum(1), lambda h: lstm(h)[0], lambda h: h):
         assert not reads_ahead(Mixture(mix), x, 12)
-
-
-def test_a_named_tuple_is_read_by_its_fields():
-    class Found(NamedTuple):
-        hidden: torch.Tensor
-        logits: torch.Tensor
-
-    class Net(nn.Linear):
-        def __init__(self):
-            super().__init__(4, 4)
-
-        def forward(self, x):
-            return Found(x, super().forward(x))
-
-    x, net = torch.randn(2, 4), Net()
-    assert torch.equal(with_named_inputs(net, x[0])(x), net(x).logits)

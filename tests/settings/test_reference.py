@@ -161,14 +161,9 @@ def test_an_unknown_name_gets_the_nearest_one():
         reference.find("zzz")
 
 
-@pytest.mark.parametrize("kind", ["dirichlet", "shards", "power_law", "natural"])
-def test_words_of_meanings_are_found(kind):
-    assert "partition.kind" in [key.name for table in reference.find(kind) for key in table.keys]
-
-
-@pytest.mark.parametrize("value", ["topk", "float16"])
-def test_allowed_values_are_found(value):
-    assert "compression.kind" in [key.name for table in reference.find(value) for key in table.keys]
+@pytest.mark.parametrize(("word", "table"), [("shards", "partition"), ("topk", "compression")])
+def test_words_of_meanings_and_allowed_values_are_found(word, table):
+    assert f"{table}.kind" in [key.name for one in reference.find(word) for key in one.keys]
 
 
 def test_settings_and_algorithms_print_what_there_is(capsys):
