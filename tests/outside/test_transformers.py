@@ -184,49 +184,43 @@ def test_a_next_tokens_loss_is_the_librarys_own(trained, kind):
     assert result.evaluate({"input_ids": ids}, labels).loss == pytest.approx(np.mean(own), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_labels_that_a_library_shifts_need_the_task(trained, kind):
-    make = hf.AutoModelForCausalLM.from_config
-    table = {"input_ids": TABLE["input_ids"], "labels": TABLE["input_ids"]}
-    with pytest.raises(fedpact.FedpactError, match='set kind = "next_token"'):
-        trained(
-            lambda: make(TEXT[kind]()), table, label="labels", task="tokens",
-            classes=[str(k) for k in range(50)],
-        )  # fmt: skip
-
-
 READERS = {
     "masked": lambda: hf.AutoModelForMaskedLM.from_config(TEXT["bert"]()),
     "no decoder": lambda: hf.AutoModelForCausalLM.from_config(TEXT["bert"]()),
     "tagger": lambda: hf.BertForTokenClassification(hf.BertConfig(**{**BERT, "num_labels": 50})),
+    "writer": lambda: hf.AutoModelForSeq2SeqLM.from_config(TEXT["t5"]()),
 }
 
 
-@pytest.mark.parametrize("make", READERS.values(), ids=READERS)
-def test_a_model_that_reads_ahead_learns_no_next_token(trained, make):
-    table = {"input_ids": TABLE["input_ids"], "labels": TABLE["input_ids"]}
+@pytest.mark.parametrize("kind", READERS)
+def test_a_model_that_reads_ahead_learns_no_next_token(trained, kind):
+    ids = TABLE["input_ids"]
+    table = {"input_ids": ids, "labels": ids}
+    if kind == "writer":
+        table["decoder_input_ids"] = [[0, *row[:-1]] for row in ids]
     given = {"label": "labels", "task": "next_token", "records": {"vocabulary": 50}}
     with pytest.raises(fedpact.FedpactError, match="reads the token that it is to name"):
-        trained(make, table, **given)
+        trained(READERS[kind], table, **given)
 
 
-def test_a_decoder_learns_what_it_writes_by_its_own_labels(trained):
-    make, ids = hf.AutoModelForSeq2SeqLM.from_config, TABLE["input_ids"]
-    table = {"input_ids": ids, "decoder_input_ids": [[0, *r[:-1]] for r in ids], "labels": ids}
-    given = {"label": "labels", "task": "next_token", "records": {"vocabulary": 50}}
-    with pytest.raises(fedpact.FedpactError, match="reads the token that it is to name"):
-        trained(lambda: make(TEXT["t5"]()), table, **given)
+ADAPTERS = {
+    "none": {},
+    "LoraConfig": {"target_modules": ["c_attn"]},
+    "PromptTuningConfig": {"num_virtual_tokens": 3},
+}
 
 
-@pytest.mark.parametrize("prompt", [False, True])
-def test_adapters_do_not_hide_that_labels_are_shifted(trained, prompt):
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_labels_that_a_library_shifts_need_the_task(trained, kind):
+    """Adapters do not hide that it shifts them."""
     peft = pytest.importorskip("peft")
-    kind = peft.PromptTuningConfig if prompt else peft.LoraConfig
-    given = {"num_virtual_tokens": 3} if prompt else {"target_modules": ["c_attn"]}
 
     def make():
         base = hf.AutoModelForCausalLM.from_config(TEXT["gpt2"]())
-        return peft.get_peft_model(base, kind(task_type="CAUSAL_LM", **given))
+        if kind == "none":
+            return base
+        settings = getattr(peft, kind)(task_type="CAUSAL_LM", **ADAPTERS[kind])
+        return peft.get_peft_model(base, settings)
 
     table = {"input_ids": TABLE["input_ids"], "labels": TABLE["input_ids"]}
     with pytest.raises(fedpact.FedpactError, match='set kind = "next_token"'):
