@@ -1,5 +1,6 @@
 """Made-up sites, for tests of what an algorithm asks them and makes of their answers."""
 
+import numpy as np
 import torch
 from scipy import stats
 
@@ -8,6 +9,29 @@ from fedpact.common.messages import Reply, State, Task
 
 LEVEL = 1e-6
 D, SIZES = 4, {"a": 30.0, "b": 10.0, "c": 25.0}
+
+
+class Drawn:
+    """An oracle of a site with ∇F(w) = A (w - b), and each gradient a draw of noise beside it."""
+
+    def __init__(self, site, noise=0.0):
+        generator = np.random.default_rng(ord(site))
+        root = generator.normal(size=(D, D))
+        self.a, self.b = root @ root.T / D, generator.normal(size=D)
+        self.noise = noise * generator.normal(size=(1000, D))
+        self.asked = 0
+
+    def gradient_at(self, w, k=0):
+        return self.a @ (w - self.b) + self.noise[k]
+
+    def batches(self, count, *channels):
+        assert channels == ("gradient",)
+        for _ in range(count):
+            yield self
+
+    def gradient(self, w):
+        self.asked += 1
+        return torch.from_numpy(self.gradient_at(w.numpy(), self.asked - 1))
 
 
 class NoiseAlone:

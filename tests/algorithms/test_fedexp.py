@@ -12,13 +12,13 @@ START = torch.tensor([3.0, -2.0], dtype=torch.float64)
 
 
 def updated(moves, weights, damping=1e-12):
+    start = torch.arange(3.0, 3.0 + len(moves[0]), dtype=torch.float64)
     replies = [
-        Reply("r", 1, str(i), weight, {"w": START + move}, {"moved": moved})
+        Reply("r", 1, str(i), weight, {"w": start + move}, {"moved": float(move.square().sum())})
         for i, (move, weight) in enumerate(zip(moves, weights, strict=True))
-        for moved in [float(move.square().sum())]
     ]
     settings = fedexp.Settings(damping=damping)
-    return fedexp.update(State({"w": START}), replies, settings).vectors["w"] - START
+    return fedexp.update(State({"w": start}), replies, settings).vectors["w"] - start
 
 
 def test_sites_that_agree_take_fedavgs_step():
@@ -30,14 +30,7 @@ def test_sites_that_agree_take_fedavgs_step():
 def test_orthogonal_sites_step_by_half_their_number(sites):
     """Σ ‖Δ_i‖²/M over 2 ‖Σ Δ_i/M‖² is M/2; at two sites it is 1."""
     moves = list(torch.eye(sites, dtype=torch.float64))
-    start = torch.zeros(sites, dtype=torch.float64)
-    replies = [
-        Reply("r", 1, str(i), 1.0, {"w": start + move}, {"moved": 1.0})
-        for i, move in enumerate(moves)
-    ]
-    settings = fedexp.Settings(damping=1e-12)
-    w = fedexp.update(State({"w": start}), replies, settings).vectors["w"]
-    torch.testing.assert_close(w, sum(moves) / sites * sites / 2, rtol=1e-9, atol=0)
+    torch.testing.assert_close(updated(moves, [1.0] * sites), sum(moves) / 2, rtol=1e-9, atol=0)
 
 
 def test_the_extrapolation_is_the_papers():

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from tests.algorithms.made_up import SIZES, Told, accepts
 from torch import nn
 
@@ -135,14 +134,3 @@ def test_noise_correction_equals_the_noise_in_the_movement(mechanism, steps):
         assert not accepts(moved, wrong * one)
     way = float(moved.square().sum())
     assert local.numbers["moved"] == pytest.approx(max(0.0, way - one * model.size), rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"fairness_exponent": -0.1}, {"fairness_exponent": 21.0}, {"least_loss": 0.0}],
-    ids=str,
-)
-def test_settings_are_checked(wrong):
-    (name,) = wrong
-    with pytest.raises(ValidationError, match=name):
-        Settings(**wrong)

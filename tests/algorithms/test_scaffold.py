@@ -3,35 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from tests.algorithms.made_up import SIZES, D, NoiseAlone, accepts, replies
+from tests.algorithms.made_up import SIZES, D, Drawn, NoiseAlone, accepts, replies
 
 from fedpact import algorithms
 from fedpact.algorithms import scaffold
 from fedpact.algorithms.scaffold import Settings
 from fedpact.common.messages import Reply, State, Task
-
-
-class Drawn:
-    """An oracle of a site with ∇F(w) = A (w - b), and each gradient a draw of noise beside it."""
-
-    def __init__(self, site, noise=0.0):
-        generator = np.random.default_rng(ord(site))
-        root = generator.normal(size=(D, D))
-        self.a, self.b = root @ root.T / D, generator.normal(size=D)
-        self.noise = noise * generator.normal(size=(1000, D))
-        self.asked = 0
-
-    def gradient_at(self, w, k):
-        return self.a @ (w - self.b) + self.noise[k]
-
-    def batches(self, count, *channels):
-        assert channels == ("gradient",)
-        for _ in range(count):
-            yield self
-
-    def gradient(self, w):
-        self.asked += 1
-        return torch.from_numpy(self.gradient_at(w.numpy(), self.asked - 1))
 
 
 @pytest.mark.parametrize("aggregation", ["size", "uniform"])

@@ -101,12 +101,6 @@ def test_order_and_weights_do_not_matter_and_equal_replies_stay(rule):
     assert_close(aggregate(rule, [values[0]] * 5), values[0], rtol=1e-15, atol=0)
 
 
-def test_nothing_trimmed_is_the_mean_of_equal_sites():
-    values = honest(5)
-    expected = weighted_mean(replies(values)).vectors["w"]
-    assert_close(aggregate("trimmed", values, liars=0), expected, rtol=0, atol=1e-14)
-
-
 @pytest.mark.parametrize("rule", ["median", "trimmed", "krum"])
 def test_few_replies_still_make_an_aggregate_and_none_do_not(rule):
     one = honest(1)
@@ -141,10 +135,7 @@ def test_whole_runs_learn_within_the_same_budget(tmp_path, rule, tables):
     assert max(result.summary["epsilon"].values()) <= 2.0
 
 
-def test_invalid_settings():
-    for wrong in ({"rule": "bulyan"}, {"liars": -1}):
-        with pytest.raises(PlanError, match="robust"):
-            Plan.parse({"robust": wrong})
+def test_an_algorithm_with_an_update_of_its_own_is_refused():
     with pytest.raises(PlanError, match=r"\[robust\] cannot be combined with"):
         Plan.parse({"algorithm": "qffl", "robust": {"rule": "median"}})
 

@@ -133,12 +133,7 @@ def test_a_schedule_is_the_same_in_a_run_that_is_resumed(tmp_path):
 @pytest.mark.parametrize(
     "table",
     [
-        {"optimiser": "adagrad"},
-        {"momentum": 1.0},
-        {"rate": 1.0},
         {"schedule": "cosine"},
-        {"optimiser": "momentum", "schedule": "linear"},
-        {"optimiser": "momentum", "schedule": []},
         {"optimiser": "momentum", "schedule": [0.5, -1.0]},
         {"optimiser": "momentum", "schedule": [float("nan")]},
         {"optimiser": "momentum", "halved_after": 3.0},

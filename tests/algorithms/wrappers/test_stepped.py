@@ -83,14 +83,10 @@ def test_optimizer_spends_as_plain_steps(tmp_path):
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
-        ({"local": {"momentum": 1.0}}, "momentum"),
-        ({"local": {"momentum": -0.1}}, "momentum"),
-        ({"local": {"schedule": []}}, "schedule"),
         ({"local": {"schedule": [0.0]}}, "above 0"),
         ({"local": {"schedule": [0.0] * 4 + [1.0]}, "rounds": 4}, "above 0 .* steps 1 to 4"),
         ({"local": {"schedule": [1e308, 1e308]}}, r"local\.schedule\.0 is 1e\+308"),
         ({"local": {"schedule": [-1.0, 1.0]}}, "schedule"),
-        ({"local": {"schedule": "linear"}}, "schedule"),
         ({"local": {"halved_after": 3.0}}, 'belongs to schedule = "inverse"'),
         ({"local": {"schedule": "cosine"}, "compression": {"kind": "topk"}}, "left out of earlier"),
         ({"local": {"momentum": 0.5}, "control": {"kind": "ali"}}, r"\[local\].*\[control\]"),
