@@ -41,16 +41,6 @@ def test_vector_and_model_share_memory():
     assert torch.equal(flat.vector[12:16], torch.full((4,), 5.0))
 
 
-def test_an_optimiser_step_moves_the_vector():
-    module = model()
-    flat = FlatModel(module)
-    before = flat.vector.clone()
-    module(torch.randn(5, 3)).sum().backward()
-    gradient = torch.cat([p.grad.reshape(-1) for p in module.parameters()])
-    torch.optim.SGD(module.parameters(), lr=0.5).step()
-    assert torch.allclose(flat.vector, before - 0.5 * gradient)
-
-
 def test_load_copies_and_accepts_the_vector_itself():
     flat = FlatModel(model())
     w = torch.randn(flat.size)

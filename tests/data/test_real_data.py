@@ -8,7 +8,7 @@ import pytest
 import torch
 from experiments.recommend import check
 
-from fedpact.data import download, public
+from fedpact.data import public
 from fedpact.data.load import load_dataset
 from fedpact.data.partition import PartitionSettings, make_partition
 
@@ -104,24 +104,6 @@ def test_a_record_is_encoded_without_looking_at_the_others(real_data):
     for row, line in enumerate(text.splitlines()):
         alone = public._features(public._columns(line), public._RANGES, 0)
         assert {n: v[0] for n, v in alone.items()} == {n: v[row] for n, v in whole.items()}
-
-
-def test_the_natural_partition_separates_hospitals(real_data):
-    data = load_dataset("heart_disease")
-    assert data.site is not None
-    partition = make_partition(data, PartitionSettings(kind="natural"), sites=4, seed=0)
-    assert list(partition.train) == list(ROWS)
-    for name, (rows, _) in ROWS.items():
-        indices = np.concatenate([partition.train[name], partition.held_out[name]])
-        assert len(indices) == rows
-        assert {data.site[i] for i in indices} == {name}
-
-
-def test_every_other_file_has_its_published_checksum(real_data):
-    # CIFAR-10 takes 12 s and is checked in the slow test.
-    for name in ("mnist", "fashion_mnist", "heart_disease"):
-        source = download.SOURCES[name]
-        assert {download.state(source, file) for file in source.files} == {"ok"}
 
 
 def test_flamby_split_has_published_sizes_and_test_parts(real_data):

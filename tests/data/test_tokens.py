@@ -81,21 +81,18 @@ def test_an_invalid_list_beside_the_tokens_leaves_its_record_out(column, bad):
     assert len(from_python(table, PlanRecords(vocabulary=8), "label").y) == 3
 
 
-@pytest.mark.parametrize("with_decoder", [False, True])
-def test_a_sites_table_needs_no_column_that_is_filled_in(tmp_path, with_decoder):
+def test_a_sites_table_needs_no_column_that_is_filled_in(tmp_path):
     pytest.importorskip("pyarrow")
-    path, columns = tmp_path / "t.parquet", {"input_ids": IDS, "label": LABELS}
-    columns |= {"decoder_input_ids": OWN} if with_decoder else {}
+    path = tmp_path / "t.parquet"
+    columns = {"input_ids": IDS, "label": LABELS, "decoder_input_ids": OWN}
     pd.DataFrame(columns).to_parquet(path)
-    features = FOUR if with_decoder else FOUR[:2]
-    shape = len(features), 4
-    form = RecordForm(features=[*features])
-    own = load_site(path, "label", ("a", "b"), shape, "int64", form, features=features)[0]
+    at = path, "label", ("a", "b"), (4, 4), "int64", RecordForm(features=[*FOUR])
+    own = load_site(*at, features=FOUR)[0]
     expected = from_python(columns, PlanRecords(length=4), "label")
     assert torch.equal(own.x, expected.x)
     pd.DataFrame({"label": LABELS, "words": IDS}).to_parquet(path)
     with pytest.raises(DataError, match="Missing: input_ids"):
-        load_site(path, "label", ("a", "b"), shape, "int64", form, features=features)
+        load_site(*at, features=FOUR)
 
 
 def test_classes_that_no_token_has_are_asked_for_by_a_line():

@@ -49,10 +49,6 @@ def test_a_person_is_on_one_side_regardless_of_others():
     assert hold_out(x[:0], y[:0], 0.4, KEY, []).shape == (0,)
 
 
-def test_a_site_without_records_holds_none_out():
-    assert hold_out(torch.zeros(0, 1, 8, 8), torch.zeros(0).long(), 0.3, KEY).shape == (0,)
-
-
 def test_label_key_and_share_decide_too():
     x, y = records(1000)
     whole = hold_out(x, y, 0.5, KEY)

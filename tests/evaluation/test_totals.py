@@ -74,12 +74,6 @@ def test_false_positives_are_misses_by_the_class_that_is_said():
         assert part(one, torch.arange(50) == out).totals(form, used, w)["false_positives"].sum() < 2
 
 
-def test_they_say_nothing_more_of_two_classes():
-    settings = EvaluationSettings(share=0.2, releases=["hits", "false_positives"])
-    with pytest.raises(PlanError, match="there are 2 classes"):
-        form_of(settings, ("no", "yes"), None, "record")
-
-
 def test_one_record_moves_each_channel_by_at_most_one():
     """And the other records' parts are as they were, to the last bit."""
     w, one, used = torch.randn(8, generator=seeded_generator("w")), held(60), kernel()
@@ -131,9 +125,11 @@ def test_whatever_a_record_does_it_is_one_record():
     }
 
 
-def test_a_roc_curve_is_of_two_classes():
-    with pytest.raises(PlanError, match="3 classes"):
-        form_of(SETTINGS, ("a", "b", "c"), None, "record")
+@pytest.mark.parametrize(("release", "count"), [("false_positives", 2), ("roc", 3)])
+def test_some_releases_are_of_two_classes_or_of_more(release, count):
+    settings = EvaluationSettings(share=0.2, releases=["hits", release])
+    with pytest.raises(PlanError, match=f"{count} classes"):
+        form_of(settings, "abc"[:count], None, "record")
 
 
 def test_groups_are_declared_categories_of_a_column():
