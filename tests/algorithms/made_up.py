@@ -9,6 +9,13 @@ from fedpact.common.messages import Reply, State, Task
 
 LEVEL = 1e-6
 D, SIZES = 4, {"a": 30.0, "b": 10.0, "c": 25.0}
+SMALL = {
+    "rounds": 4,
+    "sites": 3,
+    "run": {"evaluate_every": 1, "workers": 1},
+    "privacy": {"accountant": "rdp"},
+}
+"""Tables of a run that takes a moment."""
 
 
 class Drawn:

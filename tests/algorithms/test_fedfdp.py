@@ -30,6 +30,19 @@ def test_the_bound_converges_to_the_quantile(quantile, start):
     assert bound == pytest.approx(-math.log(1 - quantile), rel=1e-3)
 
 
+@pytest.mark.parametrize("start", [0.02, 9.0])
+def test_the_wrong_sign_would_run_away(start):
+    """What the test above rejects: with the share of losses above the bound it leaves the range."""
+    settings = Settings(loss_quantile=0.5)
+    bound = start
+    for _ in range(500):
+        bound = settings.after(bound, {"below": 1 - share_below(bound)})
+    assert bound in (
+        pytest.approx(settings.least_loss_bound),
+        pytest.approx(settings.most_loss_bound),
+    )
+
+
 def test_a_step_is_the_papers():
     """C ← C exp(-η_q (b - γ)), Andrew et al., their Section 2."""
     settings = Settings(loss_quantile=0.9, quantile_rate=0.2)

@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch import nn
 
 import fedpact
 from fedpact.common.errors import DataError
@@ -73,19 +72,6 @@ def test_words_for_truth_stand_for_numbers_in_arrays_too():
     data = fedpact.from_arrays(text, [True, False], classes=["False", "True"])
     assert data.x.tolist() == [[1.0, 0.5], [0.0, 1.0]]
     assert data.y.tolist() == [1, 0]
-
-
-def test_a_run_on_a_frame_predicts_the_same_tables_file(tmp_path):
-    result = fedpact.run(
-        lambda shape, classes: nn.Linear(shape[0], classes), FRAME, label="ill", rounds=1, sites=2,
-        partition={"held_out": 0.2}, privacy={"mode": "none"}, out=tmp_path / "run",
-    )  # fmt: skip
-    FRAME.to_csv(tmp_path / "t.csv", index=False)
-    path = str(tmp_path / "t.csv")
-    there, again = result.predict(FRAME), result.predict(path)
-    assert again.used.all()
-    assert (there.probabilities == again.probabilities).all()
-    assert result.evaluate(FRAME) == result.evaluate(path)
 
 
 def test_columns_that_leave_every_record_out_are_named_together():

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.algorithms.made_up import SMALL
 
 from fedpact.algorithms.fedavg import Settings
 from fedpact.algorithms.wrappers.base import Method
@@ -20,12 +21,6 @@ from fedpact.simulation.setup import SimulationSetup
 from fedpact.simulation.simulate import simulate
 from fedpact.studies.conformance import HandFederation
 
-SMALL = {
-    "rounds": 4,
-    "sites": 3,
-    "run": {"workers": 1, "evaluate_every": 1},
-    "privacy": {"accountant": "rdp"},
-}
 KINDS = [{"average": "exponential", "average_decay": 0.7}, {"average": "tail"}]
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.algorithms.made_up import SMALL
 from torch.testing import assert_close
 
 from fedpact.algorithms import BaseSettings, MethodFacts
@@ -18,12 +19,6 @@ from fedpact.privacy.ledger.receipt import receipt
 from fedpact.simulation.simulate import simulate
 
 D = 1000
-SMALL = {
-    "rounds": 4,
-    "sites": 3,
-    "run": {"evaluate_every": 1, "workers": 1},
-    "privacy": {"accountant": "rdp"},
-}
 
 
 class Says(Method):

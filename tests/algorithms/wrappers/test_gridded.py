@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from scipy.stats import chi2
+from tests.algorithms.made_up import SMALL
 from torch.testing import assert_close
 
 from fedpact.algorithms.wrappers import integers
@@ -27,19 +28,11 @@ from fedpact.privacy.terms import check_grid
 from fedpact.rounds import Rounds
 
 GRID = {"compression": {"kind": "grid"}}
-RDP = {"accountant": "rdp"}
-SMALL = {
-    "rounds": 4,
-    "sites": 3,
-    "run": {"evaluate_every": 1, "workers": 1},
-    "privacy": RDP,
-    **GRID,
-}
 D = 20_000
 
 
 def plan_of(**tables):
-    return Plan.parse({**SMALL, **tables})
+    return Plan.parse({**SMALL, **GRID, **tables})
 
 
 class Sums:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.algorithms.made_up import SMALL
 
 from fedpact.algorithms.fedavg import Settings
 from fedpact.algorithms.wrappers.base import Method
@@ -118,8 +119,7 @@ def test_a_schedule_is_a_learning_rate_of_each_round(steps, chosen, factors, opt
 
 def test_a_schedule_is_the_same_in_a_run_that_is_resumed(tmp_path):
     table = {"optimiser": "momentum", "schedule": "cosine"}
-    tables = {"rounds": 4, "sites": 3, "run": {"workers": 1}, "privacy": {"accountant": "rdp"}}
-    plan = Plan.parse({**tables, "server": table})
+    plan = Plan.parse({**SMALL, "server": table})
     whole = simulate(plan, tmp_path / "whole")
     done = []
     simulate(plan, tmp_path / "cut", on_round=done.append, stop=lambda: len(done) > 2)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.algorithms.made_up import SMALL
 
 from fedpact.algorithms.wrappers.integers import weights
 from fedpact.common.errors import PlanError
@@ -69,8 +70,7 @@ def test_a_schedule_counts_steps_through_the_rounds():
 
 
 def test_optimizer_spends_as_plain_steps(tmp_path):
-    tables = {"rounds": 4, "sites": 3, "run": {"workers": 1}, "settings": {"local_steps": 2}}
-    tables["privacy"] = {"accountant": "rdp"}
+    tables = {**SMALL, "settings": {"local_steps": 2}}
     plan = Plan.parse({**tables, "local": {"momentum": 0.9, "schedule": "cosine"}})
     whole = simulate(plan, tmp_path / "whole")
     plain = simulate(Plan.parse(tables), tmp_path / "plain")
