@@ -101,3 +101,11 @@ def test_losses_beyond_what_floats_hold_are_infinite():
         removed, added = pld._release(1.0, sigma, step, reach)
     assert removed.infinite > 0.9 * math.erfc(reach / math.sqrt(2)) / 2
     assert added.infinite >= 0
+
+
+def test_a_loud_release_among_many_quiet_ones_keeps_its_cost():
+    loud = (1.0, 0.1930942859638431, 294)
+    quiet = [(1.8453311191366327e-07, 556.3812491180197, 78891), (0.00114, 4.446, 35167)]
+    delta = 6.709382656859754e-09
+    # Before, masses that overflowed made ε 7.6e-8.
+    assert pld.pld_epsilon([loud, *quiet], delta) >= pld.pld_epsilon([loud], delta) > 4000

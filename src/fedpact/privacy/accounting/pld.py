@@ -293,7 +293,9 @@ def _tilted(
     # Each loss was placed on the grid to about 2^-52 of itself, and tilted to 2^-52 (1 + cL).
     longest = step * max(abs(r.low) + len(r.mass) for r in releases)
     slack = 8 * fft_rounding(sum(counts)) * (1 + order * longest) * untilted
-    found = _solve(np.maximum(mass, 0.0) * untilted, losses, delta - infinite, slack)
+    # No mass is above 1 but by rounding, where slack is far above δ; and larger ones may overflow.
+    mass = np.minimum(np.maximum(mass, 0.0) * untilted, 1.0)
+    found = _solve(mass, losses, delta - infinite, slack)
     return found + sum(counts) * 2.0**-48 * (1 + longest)
 
 
