@@ -105,7 +105,7 @@ def test_an_undefined_value_is_nan():
     assert math.isnan(area(outputs, torch.zeros(200, dtype=torch.int64)))
 
 
-def test_few_classes_are_measured_and_more_only_where_it_is_asked():
+def test_few_classes_are_measured_and_more_only_if_asked():
     assert set(measures_of("class", None, 2)) == {"auc", "f1", "ece"}
     assert measures_of("class", None, 10) == {}
     assert set(measures_of("class", ["ece"], 10)) == {"ece"}
