@@ -107,5 +107,11 @@ def test_a_loud_release_among_many_quiet_ones_keeps_its_cost():
     loud = (1.0, 0.1930942859638431, 294)
     quiet = [(1.8453311191366327e-07, 556.3812491180197, 78891), (0.00114, 4.446, 35167)]
     delta = 6.709382656859754e-09
-    # Before, masses that overflowed made ε 7.6e-8.
-    assert pld.pld_epsilon([loud, *quiet], delta) >= pld.pld_epsilon([loud], delta) > 4000
+    assert pld.pld_epsilon([loud, *quiet], delta) >= pld.pld_epsilon([loud], delta)
+
+
+@pytest.mark.parametrize("term", [(0.3, 0.5, 10_000), (0.1, 0.3, 30_000), (0.1, 0.7, 300_000)])
+def test_a_smaller_delta_never_costs_less(term):
+    """Also where ε is in the thousands, and rounding that is amplified beyond any float."""
+    found = [pld.pld_epsilon([term], delta) for delta in (1e-5, 1e-9, 1e-11)]
+    assert found == sorted(found)

@@ -173,7 +173,7 @@ def _release(q: float, sigma: float, step: float, reach: float) -> tuple[LossMas
         return float(np.logaddexp(rest, math.log(q) + (2 * x - 1) / (2 * sigma**2)))
 
     first, last = ends(loss(-reach * sigma), loss(1 + reach * sigma), step)
-    # Beyond e^709 the outcome of the last loss would be infinite, and none beyond it.
+    # Beyond 709 e^loss overflows: the mass beyond the grid would not count as infinite.
     if last - first > _LARGEST or last * step > 709:
         nothing = LossMasses(0, np.ones(1), math.inf)
         return nothing, nothing
@@ -293,7 +293,8 @@ def _tilted(
     # Each loss was placed on the grid to about 2^-52 of itself, and tilted to 2^-52 (1 + cL).
     longest = step * max(abs(r.low) + len(r.mass) for r in releases)
     slack = 8 * fft_rounding(sum(counts)) * (1 + order * longest) * untilted
-    # No mass is above 1 but by rounding, where slack is far above δ; and larger ones may overflow.
+    # A mass is at most 1. Rounding exceeds that only where the slack, there and at smaller losses,
+    # is above δ; but larger masses would overflow in _solve, and infinity pass for a small δ(ε).
     mass = np.minimum(np.maximum(mass, 0.0) * untilted, 1.0)
     found = _solve(mass, losses, delta - infinite, slack)
     return found + sum(counts) * 2.0**-48 * (1 + longest)
