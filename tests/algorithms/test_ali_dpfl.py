@@ -296,3 +296,11 @@ def test_the_forecast_says_what_it_may_spend(data):
     asked = plan({"algorithm": "ali_dpfl", "settings": settings}, privacy={"sigma": 3.0})
     scene = SimulationSetup.of(asked, data)
     assert forecast(scene)["iterations"] == min(t.steps for t in scene.terms.values())
+
+
+def test_a_fixed_controller_changes_nothing(data, tmp_path):
+    tables = {"algorithm": "fedavg", "settings": {"local_steps": 2}, "rounds": 2}
+    without = simulate(plan(tables, PRIVATE), tmp_path / "without", data=data)
+    fixed = simulate(plan(tables, PRIVATE, control={"kind": "fixed"}), tmp_path / "f", data=data)
+    states = [(r.folder / "state.safetensors").read_bytes() for r in (without, fixed)]
+    assert states[0] == states[1]

@@ -3,6 +3,7 @@
 Sites refuse, return, and lose replies on the way. A site's memory is seen where its oracle is made.
 """
 
+import json
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -14,6 +15,10 @@ from fedpact import algorithms
 from fedpact.algorithms.wrappers.base import Method
 from fedpact.client import Client
 from fedpact.common.messages import Reply, State, Task, from_bytes, split_state, to_bytes
+from fedpact.common.run_folder import Folder
+from fedpact.data.load import from_arrays
+from fedpact.plan import Plan
+from fedpact.simulation.simulate import simulate
 
 
 def pending(path):
@@ -54,6 +59,10 @@ def optimum(names):
     """The minimum of Σ N_i F_i over these sites."""
     pulls = {name: SIZES[name] * CURVATURES[name] for name in names}
     return sum(pull * CENTRES[name] for name, pull in pulls.items()) / sum(pulls.values())
+
+
+def stated(folder):
+    return json.loads((folder / "privacy.json").read_text())["sites"]
 
 
 class Rounds:
@@ -167,3 +176,51 @@ def test_sites_restarted_from_files_change_nothing(name, tmp_path):
             rounds.round(**who)
         ends.append(to_bytes(rounds.state))
     assert ends[0] == ends[1]
+
+
+@both
+def test_a_site_that_has_spent_its_budget_takes_its_state_along(name, tmp_path):
+    """In a private run of the engine, whose noise is in all of it; float32."""
+    settings = SETTINGS[name].model_dump() | {"local_steps": 2}
+    spent = {"site-02": {"epsilon": 0.6, "sigma": 9.0}}
+    plan = Plan.parse(
+        {
+            "algorithm": name,
+            "settings": settings,
+            "rounds": 8,
+            "sites": 3,
+            "partition": {"kind": "dirichlet", "held_out": 0.25},
+            "run": {"workers": 1, "evaluate_every": 8},
+            "privacy": {"sigma": 3.0, "epsilon": 9.0, "accountant": "rdp", "per_site": spent},
+            "compression": {"kind": "none"},
+        }
+    )
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 4, generator=generator), torch.randint(3, (120,), generator=generator)
+    key = {"scaffold": "c", "feddyn": "h"}[name]
+    before, kept, stayed = {}, {}, []
+
+    def look(record):
+        state = Folder(tmp_path / "run").restore()[0].state.vectors
+        if record.round:
+            stay = [f"site-0{k}" for k in range(3) if f"site-0{k}" not in record.refused]
+            files = {n: tmp_path / "run" / "sites" / n / "memory.safetensors" for n in stay}
+            now = {n: pending(file).vectors[key] for n, file in files.items()}
+            sizes = {n: held["size"] for n, held in stated(tmp_path / "run").items()}
+            total = sum(sizes[n] for n in stay)
+            average = sum(sizes[n] / total * now[n] for n in stay)
+            rate = settings["learning_rate"]
+            if name == "scaffold":
+                expected = before["w"] - 2 * rate * average
+                torch.testing.assert_close(state["c"], average, rtol=1e-4, atol=1e-5)
+            else:
+                was = sum(sizes[n] / total * kept.get(n, 0 * now[n]) for n in stay)
+                expected = before["w"] + (was - 2 * average) / settings["proximal"]
+            torch.testing.assert_close(state["w"], expected, rtol=1e-5, atol=1e-5)
+            kept.update(now)
+            stayed.append(len(stay))
+        before.update(state)
+
+    simulate(plan, tmp_path / "run", data=from_arrays(x, y), on_round=look)
+    assert sorted(stayed, reverse=True) == stayed
+    assert set(stayed) == {2, 3}

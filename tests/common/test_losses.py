@@ -6,6 +6,14 @@ import torch
 from fedpact.common.losses import cross_entropy, squared_error
 
 
+def test_cross_entropy_is_minus_the_log_probability():
+    logits, y = torch.randn(5, 4).double(), torch.tensor([0, 3, 1, 1, 2])
+    expected = torch.stack(
+        [-torch.log(torch.softmax(row, 0)[k]) for row, k in zip(logits, y, strict=True)]
+    )
+    assert torch.allclose(cross_entropy(logits, y), expected)
+
+
 def test_cross_entropy_of_sequences_is_a_mean_over_positions():
     logits, y = torch.randn(5, 3, 4).double(), torch.randint(0, 4, (5, 3))
     each = torch.stack([cross_entropy(logits[:, t], y[:, t]) for t in range(3)], 1)

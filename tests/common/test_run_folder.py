@@ -49,6 +49,14 @@ def test_a_record_whose_state_was_not_committed_is_dropped(tmp_path):
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_write_that_fails_leaves_the_old_content(tmp_path):
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    with pytest.raises(TypeError):
+        write_whole(path, "not bytes")
+    assert path.read_bytes() == b"old"
+
+
 @pytest.mark.parametrize("taken", [1, 5, 1000])
 def test_files_are_complete_with_any_reserved_space(tmp_path, taken):
     path = tmp_path / "file"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedpact.common.errors import DataError
 from fedpact.data import download
 from fedpact.data.download import Source
 from fedpact.data.load import load_dataset
@@ -61,6 +62,24 @@ def test_columns_are_what_the_experiment_declares(adult, caplog):
         chosen = [k for k, name in enumerate(names) if name.startswith(column + "=")]
         assert x[:, chosen].sum(1).tolist() == [1.0, 1.0]
     assert scaling(data.x_test).abs().max() <= 1
+
+
+def test_without_a_declaration_words_are_reported(adult):
+    with pytest.raises(DataError, match=r"no record is left.* adult: .* workclass"):
+        load_dataset("adult")
+
+
+def test_a_column_that_is_left_out_is_not_read(adult):
+    """So it need not be declared, and no word in it leaves a record out."""
+    records = Plan.read(TOML).records
+    left = [*set(records.columns) - {"age", "sex"}, "fnlwgt"]
+    declared = {name: records.columns[name] for name in ("age", "sex")}
+    dropped = records.model_copy(update={"drop": left, "columns": declared})
+    data = load_dataset("adult", form=dropped.shared())
+    assert data.features == ("age", "sex")
+    assert data.x.tolist() == [[50.0, 1.0], [20.0, 0.0], [30.0, 0.0]]
+    with pytest.raises(DataError, match=r"records.drop names no such"):
+        load_dataset("adult", form=records.model_copy(update={"drop": ["no such"]}).shared())
 
 
 @pytest.mark.slow

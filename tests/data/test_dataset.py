@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from tests.tables import write_parquet
 from torch.utils.data import Subset
 
 from fedpact.common.errors import DataError
@@ -15,7 +16,7 @@ from fedpact.data.cells import read_columns, read_npz
 from fedpact.data.dataset import Dataset
 from fedpact.data.inputs import columns_of
 from fedpact.data.load import from_arrays, from_python, load_dataset
-from fedpact.data.schema import PlanRecords
+from fedpact.data.schema import LabelForm, PlanRecords, RecordForm
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -345,3 +346,19 @@ def test_a_class_that_is_spelt_as_missing_is_warned_of(caplog):
     caplog.clear()
     assert len(from_python(frame, PlanRecords(classes=["no", "yes"]), "ill").y) == 20
     assert "count as classes" not in caplog.text
+
+
+def test_numbers_to_learn_stay_in_their_declared_range():
+    form = RecordForm(target=LabelForm(kind="number", low=0.0, high=4.0))
+    assert from_arrays(np.zeros((3, 1)), [-1.0, 3.0, 9.0], form=form).y.tolist() == [-1, 0.5, 1]
+
+
+def test_parquet_equals_csv(tmp_path):
+    columns = {"age": [61, 47], "city": ["A", "B"], "out": [1, 0], "dose": [0.5, -2.0]}
+    stored = write_parquet(tmp_path / "t.parquet", columns)
+    rows = "\n".join(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))
+    text = write(tmp_path / "t.csv", f"{','.join(columns)}\n{rows}\n")
+    a, b = (load_dataset(str(p), label="out", site="city") for p in (stored, text))
+    assert torch.equal(a.x, b.x)
+    assert torch.equal(a.y, b.y)
+    assert (a.classes, a.site) == (b.classes, b.site)

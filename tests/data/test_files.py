@@ -130,6 +130,17 @@ def test_a_cache_that_cannot_be_written_is_a_warning(mnist_dir, tmp_path, monkey
         assert len(load_dataset("mnist").x) == 20
 
 
+def test_the_cache_holds_no_half_written_file(mnist_dir, cache, monkeypatch):
+    def fails(stream, **_):
+        stream.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(download.np, "savez", fails)
+    with pytest.warns(UserWarning, match="disk full"):
+        load_dataset("mnist")
+    assert list(cache.iterdir()) == []
+
+
 def test_the_cache_directory_has_a_default(monkeypatch):
     monkeypatch.delenv("FEDPACT_CACHE")
     monkeypatch.setenv("HOME", "/somebody")

@@ -8,6 +8,8 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.tables import write_csv, write_parquet
 
@@ -389,3 +391,22 @@ def test_a_decimal_name_ignores_other_names_digits(tmp_path):
         some = load_site(path, "out", classes, (1,), "float32", form)[0]
         found.append((some.x[:3].tolist(), some.y[:3].tolist()))
     assert found[0] == found[1] == ([[0.0], [1.0], [2.0]], [0, 1, 2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(line=st.binary(max_size=40).filter(lambda b: not set(b) & set(b"\n\r")))
+def test_whatever_one_line_holds_the_others_are_read_alike(tmp_path_factory, line):
+    path = tmp_path_factory.mktemp("any") / "r.csv"
+    good = text(GOOD).encode().splitlines()
+    path.write_bytes(b"\n".join([good[0], line, *good[1:]]))
+    found = read(path)
+    assert torch.equal(found.x[-2:], torch.tensor(X))
+    assert found.y[-2:].tolist() == [1, 0]
+    assert len(found.y) <= 3
+
+
+def test_parquet_is_sifted_alike(tmp_path):
+    columns = {"x": [1.0, None, math.nan, 2.0, 5.0], "y": ["no", "no", "yes", "yes", None]}
+    path = write_parquet(tmp_path / "t.parquet", columns)
+    found = load_site(path, "y", CLASSES, (1,), "float32", RecordForm())[0]
+    assert (found.x.tolist(), found.y.tolist()) == ([[1.0], [2.0]], [0, 1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from experiments.recommend import check
 
-from fedpact.data import public
+from fedpact.data import download, public
 from fedpact.data.load import load_dataset
 from fedpact.data.partition import PartitionSettings, make_partition
 
@@ -154,3 +154,10 @@ USUAL = [("fashion_mnist", "own"), ("heart ε = 0.1", "sum")]
 def test_figures_are_of_the_recommended_settings(row, trust):
     stored = json.loads(check.STORED.read_text())[f"{row} {trust}"]["plan"]
     assert json.loads(json.dumps(check.configuration(row, trust))) == stored
+
+
+def test_every_other_file_has_its_published_checksum(real_data):
+    # CIFAR-10 takes 12 s and is checked in the slow test.
+    for name in ("mnist", "fashion_mnist", "heart_disease"):
+        source = download.SOURCES[name]
+        assert {download.state(source, file) for file in source.files} == {"ok"}

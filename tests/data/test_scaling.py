@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 from tests.tables import write_csv, write_parquet
 
+from fedpact.common.errors import DataError
 from fedpact.common.params import FlatModel
 from fedpact.data.load import from_arrays, from_python, load_dataset, load_site
 from fedpact.data.schema import Column, PlanRecords, RecordForm, Scaling
@@ -296,3 +297,8 @@ def test_large_codes_are_one_hot_in_integer_arrays():
     for values in (torch.from_numpy(codes), torch.from_numpy(codes).float()):
         found = Scaling(form, ("0",))(values[:, None])
         assert found.tolist() == [[1, 0], [0, 1], [1, 0]]
+
+
+def test_columns_of_another_table_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"records\.columns declares ages"):
+        SimulationSetup.of(asked(wide(tmp_path / "t.csv"), columns={"ages": {"fill": 0}}))

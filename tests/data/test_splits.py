@@ -145,6 +145,15 @@ def test_sites_too_small_for_their_growth_are_refused():
         counts_of(EVEN, 40, kind="exponential")
 
 
+@pytest.mark.parametrize("kind", ["quantity_skew", "inner_dirichlet"])
+def test_a_large_concentration_gives_sites_that_are_alike(kind):
+    counts = counts_of(EVEN, 10, kind=kind, beta=1e12)
+    sizes = counts.sum(1)
+    assert sizes.max() - sizes.min() <= 1
+    # Independent labels would pass with 1e-7; equal shares of each are evener still.
+    assert stats.chi2_contingency(counts).pvalue > 1e-7
+
+
 def test_quantity_skew_has_the_law_s_moments_and_ignores_labels():
     # A site's share is Beta(b, (m - 1) b), as in the test of one label above.
     data, shares, p_values = records([1000, 3000]), [], []

@@ -359,3 +359,8 @@ def test_sites_are_named_as_persons_are():
     table = {"a": [0.1, 0.2, 0.3, 0.4, 0.5], "label": [0, 1, 0, 1, 0], "site": names}
     found = from_python(table, PlanRecords(), "label", "site")
     assert found.site == ("\u00c9",) * 3 + ("1",) * 2
+
+
+def test_text_in_such_a_column_is_not_a_token_list():
+    with pytest.raises(DataError, match="input_ids"):
+        from_python({"input_ids": ["1 2", "3 4"], "label": ["a", "b"]}, PlanRecords(), "label")

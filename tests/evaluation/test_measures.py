@@ -103,15 +103,15 @@ def test_explained_is_scikit_learns_r2():
 def test_an_undefined_value_is_nan():
     outputs, _ = scores(2)
     assert math.isnan(area(outputs, torch.zeros(200, dtype=torch.int64)))
+    assert math.isnan(area(outputs * math.nan, scores(2)[1]))
+    assert math.isnan(calibration_error(outputs * math.nan, scores(2)[1]))
 
 
-def test_few_classes_are_measured_and_more_only_if_asked():
+def test_two_classes_are_measured_and_ten_only_where_it_is_asked():
     assert set(measures_of("class", None, 2)) == {"auc", "f1", "ece"}
     assert measures_of("class", None, 10) == {}
     assert set(measures_of("class", ["ece"], 10)) == {"ece"}
     assert set(measures_of("number", None, 1)) == {"r2"}
-    assert measures_of("pixels", None, 4)
-    assert not measures_of("pixels", None, 30_522)
 
 
 def test_commonest_class_has_most_labels_and_none_for_numbers():
@@ -134,3 +134,9 @@ def test_area_does_not_change_when_scores_are_scaled_up():
     far = 10.0 * torch.arange(40)
     assert area(torch.stack([-far, far, torch.zeros(40)], 1), (far > 195).long()) == 1.0
     assert math.isnan(area(torch.tensor([[0.0, math.inf], [0.0, 1.0]]), torch.tensor([1, 0])))
+
+
+def test_no_measure_of_a_vocabulary_is_computed_unasked():
+    assert measures_of("pixels", None, 4)
+    assert not measures_of("pixels", None, 30_522)
+    assert set(measures_of("pixels", ["f1"], 30_522)) == {"f1"}

@@ -260,3 +260,13 @@ def test_accuracies_are_of_persons_where_they_are_known():
     choice = Validated(0.1, 4, torch.arange(4), before, after, whose)
     found = on_own_parts(SiteModel(torch.zeros(1), choice), SiteModel(torch.zeros(1), choice))
     assert (found.federated, found.tuned, found.persons, found.held_out) == (0.5, 0.5, 2, 4)
+
+
+def test_thirty_records_are_advised_against_whatever_they_gain():
+    """The released model is wrong everywhere: tuning gains all there is to gain."""
+    x, y = drawn(30, noise=0.0)
+    wrong = vector(1)
+    choice = choose_lambda(model(), x, y, wrong)
+    assert choice.gained > choice.lost
+    assert not choice.tune
+    assert "30 records" in choice.told

@@ -9,7 +9,7 @@ from torch import nn
 from fedpact.common.errors import ModelError
 from fedpact.common.losses import UNLABELLED, pixel_entropy
 from fedpact.models.build import build
-from fedpact.models.hugging_face import reads_ahead, with_named_inputs
+from fedpact.models.hugging_face import NamedInputs, reads_ahead, with_named_inputs
 
 IDS = torch.tensor([[5, 3, 0], [2, 4, 6]])
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -284,3 +284,8 @@ def test_a_causal_model_reads_nothing_ahead(length):
     lstm = nn.LSTM(8, 8, batch_first=True)
     for mix in (lambda h: h.cumsum(1), lambda h: lstm(h)[0], lambda h: h):
         assert not reads_ahead(Mixture(mix), x, 12)
+
+
+def test_a_model_that_is_built_is_given_named_inputs(monkeypatch):
+    monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_: Text)
+    assert isinstance(build("own:net", torch.stack([IDS, MASK], 1)[0], 2, 0), NamedInputs)

@@ -157,6 +157,15 @@ def test_a_single_obstacle_has_a_remedy(monkeypatch):
         build("own:net", torch.zeros(3), 4, 0)
 
 
+def test_a_refused_model_lists_all_obstacles(monkeypatch):
+    def make():
+        return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.BatchNorm1d(4))
+
+    monkeypatch.setattr("fedpact.models.build.own_factory", lambda *_: make)
+    with pytest.raises(ModelError, match=r"2 reasons(.|\n)*BatchNorm(.|\n)*spectral norm"):
+        build("own:net", torch.zeros(3), 4, 0)
+
+
 class Net(nn.Module):
     """Does something to hidden numbers h [B, 4] of records x [B, 3]."""
 

@@ -27,6 +27,21 @@ def terms(**sigmas):
     return Terms("site", 18.0, 0.5, 0.5, sigmas, 10**6, Budget(1.0, 1e-5), "best")
 
 
+def test_a_step_looks_at_no_number(card, no_operation_looks):
+    """From sampling to the new weights: batch, sum, a simulation's noise, step."""
+    module, x, y = case("mlp", 18, torch.float32)
+    model = FlatModel(module)
+    kernel, draws = PerSampleKernel(model, cross_entropy), SeededDraws(0, "site", 1)
+    oracle = PrivateOracle(Records(x, y), kernel, terms(gradient=1.0), draws, lambda *_: None)
+    w = model.vector.clone()
+    before = w.clone()
+    with no_operation_looks:
+        for batch in oracle.batches(2, "gradient"):
+            w -= 0.1 * batch.gradient(w)
+    assert w.isfinite().all()
+    assert not torch.equal(w, before)
+
+
 def test_non_finite_losses_are_left_out_of_the_release(card):
     module, x, y = case("logistic", 18)
     draws = SeededDraws(0, "site", 1)

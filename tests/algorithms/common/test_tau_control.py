@@ -562,6 +562,17 @@ def test_watch_shows_released_values_only():
     torch.testing.assert_close(watched.last.w - RATE * watched.last.g, model)
 
 
+def test_every_reply_has_the_same_numbers():
+    """A server of a deployment knows the form of a reply without having been at the site."""
+    made, w = sites(1)
+    memories, names = {}, set()
+    for steps in (1, 1, 3):
+        (reply,) = replies(CONTROLLER, made, w, steps, memories)
+        names.add(frozenset(reply.numbers))
+        assert all(math.isfinite(value) for value in reply.numbers.values())
+    assert len(names) == 1
+
+
 def test_dot_is_the_sum_of_products():
     x = torch.randn(10_003, generator=torch.Generator().manual_seed(0))
     exact = math.fsum(float(a) * float(b) for a, b in zip(x, x.flip(0), strict=True))

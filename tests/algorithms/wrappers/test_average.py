@@ -144,3 +144,20 @@ def test_an_average_with_an_untrained_head_is_refused():
     Plan.parse({"algorithm": "fedrep"})
     with pytest.raises(PlanError, match=r"server\.average = 'tail' .* 'fedrep': .* never trained"):
         Plan.parse({"algorithm": "fedrep", "server": {"average": "tail"}})
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        ({"average": "mean"}, "'none', 'exponential' or 'tail'"),
+        ({"average_decay": 0.5}, "average_decay is 0.5 with server.average = 'none'"),
+        ({"average": "tail", "average_decay": 0.5}, "average_decay is 0.5"),
+        ({"average": "exponential", "average_share": 0.1}, "average_share is 0.1"),
+        ({"average": "exponential", "average_decay": 1.0}, "average_decay"),
+        ({"average": "tail", "average_share": 0.0}, "average_share"),
+        ({"average": "tail", "average_share": float("nan")}, "average_share"),
+    ],
+)
+def test_an_average_of_nothing_is_refused(table, why):
+    with pytest.raises(PlanError, match=why):
+        Plan.parse({"server": table})

@@ -157,3 +157,9 @@ def test_a_round_that_liars_could_decide_is_refused(rule, least):
     Plan.parse({**table, "sites": 20}).check_sites(least)
     with pytest.raises(PlanError, match=f"with {least - 1} sites in a round"):
         Plan.parse({**table, "sites": 20}).check_sites(least - 1)
+
+
+def test_nothing_trimmed_is_the_mean_of_equal_sites():
+    values = honest(5)
+    expected = weighted_mean(replies(values)).vectors["w"]
+    assert_close(aggregate("trimmed", values, liars=0), expected, rtol=0, atol=1e-14)

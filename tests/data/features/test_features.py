@@ -742,3 +742,10 @@ def test_a_deployments_parties_each_have_the_weights(tmp_path, monkeypatch):
     path.unlink()
     with Site(tmp_path / "d" / "sites" / "site-00") as opened:
         assert opened._records(ASKED).x.shape[1] == 6
+
+
+def test_brightness_and_contrast_of_a_record_change_nothing(tmp_path):
+    chosen = FeatureSettings(kind="scattering", cells=2, whiten=False)
+    of = Extractor(chosen, SHAPE, 0, tmp_path)
+    x = made(4)
+    assert torch.allclose(of(x).x.float(), of(3 * x - 40).x.float(), atol=2e-3)
