@@ -92,6 +92,17 @@ def test_an_infinite_bound_is_not_written_as_a_number():
         ((*SETTING, "--accountant", "gdp"), SystemExit, "2"),
         (("--q", "0.1", "--steps", "3", "--epsilon", "nan"), InputError, "epsilon is nan"),
         (
+            (*SETTING, "--accountant", "pld", "--conversion", "mironov"),
+            InputError,
+            "needs no conversion",
+        ),
+        ((*SETTING, "--tuned", "1"), InputError, "--tuned is 1"),
+        ((*SETTING, "--per-person", "0"), InputError, "--per-person is 0"),
+        ((*SETTING, "--tuned", "-4"), InputError, "--tuned is -4"),
+        ((*SETTING, "--tuned", "3", "--per-person", "2"), InputError, "per-person 2"),
+        ((*SETTING, "--tuned", "3", "--ledger", "somewhere"), InputError, "ledger show"),
+        ((*SETTING, "--tuned", "2000000000"), InputError, "runs is 2000000000"),
+        (
             ("--q", "0.1", "--steps", "3", "--epsilon", "1e-12", "--delta", "1e-30"),
             BudgetExhausted,
             "no noise is large enough",
@@ -151,19 +162,11 @@ def test_a_figure_of_one_epsilon_shows_unsound_bounds(few_points, tmp_path, monk
         ("--preset", "paper", "--q", "0.1"),
         ("--out", "x.bmp"),
         ("--out", "/dev/null/x.png"),
+        *(("--q", "nan"), ("--q", "0"), ("--delta", "1"), ("--steps", "0"), ("--epsilon", "nan")),
     ],
 )
 def test_tradeoffs_refusals(few_points, arguments):
-    with pytest.raises(InputError, match=r"(preset|out) (is|paper has)"):
-        run("tradeoffs", *arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("--q", "nan"), ("--q", "0"), ("--delta", "1"), ("--steps", "0"), ("--epsilon", "nan")],
-)
-def test_tradeoffs_of_nonsense_are_refused(arguments):
-    with pytest.raises(InputError, match=f"{arguments[0][2:]} is"):
+    with pytest.raises(InputError, match=f"{arguments[0][2:]} (is|paper has)"):
         run("tradeoffs", *arguments)
 
 
@@ -196,8 +199,6 @@ def test_epsilon_per_person_is_shown_next_to_per_record():
     assert "a patient with 5 visits" in text
     assert "6.19" in text
     assert "epsilon_per_person" not in answer(*given)
-    with pytest.raises(InputError, match="records"):
-        run("account", *given, "--per-person", "0")
 
 
 def test_tuning_costs_and_their_observers():
@@ -222,28 +223,3 @@ def test_tuning_costs_and_their_observers():
     rows = answer(*given, "--all", "--tuned", "10")["results"]
     assert all(row["tuned"] == tuned for row in rows)
     assert "tuned" not in answer(*given)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--tuned", "1"), "--tuned is 1"),
-        (("--per-person", "0"), "--per-person is 0"),
-        (("--tuned", "-4"), "--tuned is -4"),
-        (("--tuned", "3", "--per-person", "2"), "per-person 2"),
-        (("--tuned", "3", "--ledger", "somewhere"), "ledger show"),
-        (("--tuned", "2000000000"), "runs is 2000000000"),
-    ],
-)
-def test_invalid_questions_about_tuning_cost(more, message):
-    with pytest.raises(InputError, match=message):
-        run("account", *SETTING, *more)
-
-
-def test_a_conversion_that_nothing_uses_is_refused():
-    done = CliRunner().invoke(app, ["account", *SETTING, "--accountant", "pld"])
-    assert done.exit_code == 0, done.output
-    unused = ["--accountant", "pld", "--conversion", "mironov"]
-    done = CliRunner().invoke(app, ["account", *SETTING, *unused])
-    assert done.exit_code != 0
-    assert "needs no conversion" in f"{done.exception}{done.output}"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedpact.cli.commands.plan import forecast
 from fedpact.cli.commands.plan import plan as show_plan
 from fedpact.cli.main import app
-from fedpact.common.errors import FedpactError, PlanError
+from fedpact.common.errors import FedpactError
 from fedpact.plan import Plan
 from fedpact.privacy.accounting import planner
 from fedpact.privacy.accounting.accountant import SampledGaussian, epsilon
@@ -77,11 +77,6 @@ def test_a_plan_that_ends_in_time_is_not_changed_for_the_worse():
     (case,) = optimise_budgets(scene("rounds=60", "sites=5", "privacy.sigma=5.0"), None)["cases"]
     assert case["configured"]["rounds"] < case["useful_rounds"] < 60
     assert case["gain"] >= 1
-
-
-def test_a_plain_run_has_nothing_to_choose():
-    with pytest.raises(PlanError, match="there is none"):
-        optimise_budgets(scene("privacy.mode=none"), None)
 
 
 @pytest.mark.parametrize(("sigma", "tau"), [(2.0, 1), (8.0, 3)])

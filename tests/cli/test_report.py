@@ -7,7 +7,6 @@ from typer.testing import CliRunner
 
 from fedpact.cli.console import show
 from fedpact.cli.main import app
-from fedpact.common.errors import DataError
 from fedpact.common.messages import RoundRecord
 from fedpact.plan import Plan
 from fedpact.simulation.simulate import simulate
@@ -50,24 +49,6 @@ def test_json_is_one_document_with_each_sites_epsilon(folder):
     assert {s["epsilon_allowed"] for s in document["sites"].values()} == {1.5}
     assert {s["delta"] for s in document["sites"].values()} == {1e-5}
     assert Path(document["report"]) == folder / "report.html"
-
-
-def test_the_page_is_rewritten_and_its_path_printed(folder):
-    page = folder / "report.html"
-    page.write_text("old")
-    result = command(str(folder))
-    assert result.exit_code == 0
-    assert str(page) in result.stdout
-    assert page.read_text().startswith("<!doctype html>")
-    for part in ("accuracy", "Ψ", "worst site", "of 1.5", "1e-05", "add/remove one record"):
-        assert part in result.stdout
-
-
-def test_a_folder_without_a_run_is_a_data_error(tmp_path):
-    result = command(str(tmp_path))
-    assert isinstance(result.exception, DataError)
-    assert "plan.json" in str(result.exception)
-    assert result.stdout == ""
 
 
 def test_json_has_null_for_what_json_cannot_say(capsys):

@@ -76,6 +76,7 @@ def top(modules):
     ("arguments", "code", "told"),
     [
         (("--help",), 0, "account"),
+        (("run", "--help"), 0, "fedpact run --set algorithm=scaffold --set rounds=20"),
         (("tune", "fedproxvr", "--help"), 0, "--gamma"),
         (("settings", "privcy", "--json"), 2, "the nearest is 'privacy'"),
         (("algorithms", "fedprox"), 0, "local_steps"),
@@ -147,12 +148,6 @@ def test_help_explains_arguments_and_ends_with_examples(name):
         given = context.params.get("overrides") or []
         if name not in ("compare", "export"):
             Plan.read(None, given)
-
-
-def test_help_shows_them(call):
-    _, out, _, _ = call("run", "--help")
-    assert "A .toml or .json plan" in out
-    assert "fedpact run --set algorithm=scaffold --set rounds=20" in out
 
 
 @pytest.mark.parametrize(
