@@ -85,20 +85,16 @@ def test_the_file_is_a_plan_that_keeps_the_budget(tmp_path):
     assert found["configuration"] == tomllib.loads(file.read_text())
 
 
-def test_noise_for_the_sum_has_its_threshold():
-    asked = ("recommend", "digits", "--epsilon", "1", "--trust", "sum", "--honest", "7")
-    found = document(*asked)["configuration"]
-    assert found["privacy"]["honest"] == 7
-    assert found["secure_aggregation"] == {"threshold": 8}
-
-
-@pytest.mark.parametrize("honest", [1, 9])
+@pytest.mark.parametrize("honest", [1, 7, 9])
 def test_shared_noise_plan_runs_with_few_honest_sites(tmp_path, honest):
     out = tmp_path / "study.toml"
     asked = ("digits", "--epsilon", "1", "--trust", "sum", "--honest", str(honest))
     assert cli("recommend", *asked, "--out", str(out)).exit_code == 0
     # Loads all that a run needs, and refuses what a run would.
-    assert SimulationSetup.of(Plan.read(out)).plan.privacy.honest == honest
+    plan = SimulationSetup.of(Plan.read(out)).plan
+    assert plan.privacy.honest == honest
+    # Least t > h with 2t > K + (t - h).
+    assert plan.secure_aggregation.threshold == max(honest, 10 - honest) + 1
 
 
 def test_only_shape_classes_and_number_of_records_count(tmp_path):
@@ -129,10 +125,13 @@ def test_only_shape_classes_and_number_of_records_count(tmp_path):
         (("--epsilon", "1,2", "--delta", "1e-5,1e-6,1e-7"), "as many of both as there are sites"),
         (("--epsilon", "1,-2"), "epsilon"),
         (("--epsilon", "1", "--records", "9"), "--records is 9 for 10 sites"),
+        (("--epsilon", "1", "--sites", "5000"), "at most"),
     ],
 )
-def test_mismatches_are_named(wrong, named):
-    assert named in refused("recommend", "digits", *wrong)
+def test_mismatches_are_named_before_writing(tmp_path, wrong, named):
+    out = tmp_path / "study.toml"
+    assert named in refused("recommend", "digits", *wrong, "--out", str(out))
+    assert not out.exists()
 
 
 def test_a_tables_columns_count_as_they_are_declared(tmp_path):
@@ -175,13 +174,6 @@ def test_data_with_sites_of_their_own_keep_them(tmp_path):
     assert "3 sites of its own" in refused(*asked, "--sites", "4")
 
 
-def test_more_sites_than_records_is_refused_before_writing(tmp_path):
-    out = tmp_path / "study.toml"
-    asked = ("recommend", "digits", "--epsilon", "1", "--sites", "5000")
-    assert "at most" in refused(*asked, "--out", str(out))
-    assert not out.exists()
-
-
 def test_a_mirror_is_refused_for_records_other_than_images(tmp_path):
     file = csv(tmp_path, "age,ill", *(f"{20 + k},{k % 2}" for k in range(60)))
     told = refused("recommend", file, "--label", "ill", "--epsilon", "1", "--mirror")
@@ -212,47 +204,29 @@ def test_columns_that_nothing_is_declared_of_are_named(tmp_path, caplog):
     assert 'scale = "range"' in caplog.text
 
 
-def test_memory_layout_of_arrays_changes_nothing(tmp_path):
-    """Logistic regression reads sixty numbers, whatever their axes: the same step and clip."""
-    draw = np.random.default_rng(0)
-    x, y = draw.uniform(-1, 1, (400, 60)).astype(np.float32), draw.integers(0, 3, 400)
-    found = []
-    for name, records in (("flat", x), ("arranged", x.reshape(400, 6, 5, 2))):
-        np.savez(tmp_path / f"{name}.npz", x=records, y=y)
-        one = document("recommend", str(tmp_path / f"{name}.npz"), "--epsilon", "2")
-        assert "-1 .. 1" in one["reasons"]["privacy.clip"]
-        found.append({k: v for k, v in one["configuration"].items() if k != "data"})
-    assert found[0] == found[1]
-    # A fifth of sqrt(60 / 3), the length where values are spread over -1 .. 1.
-    assert found[1]["privacy"]["clip"] == pytest.approx(0.2 * math.sqrt(20), rel=0.1)
-
-
-def test_larger_values_get_a_longer_clip_and_shorter_step(tmp_path):
-    file, found = arrays(tmp_path, (400, 2, 30), 3), []
-    for far, scale in ((1, "none"), (10, "none"), (10, "range")):
-        text = f'[records]\nlow = -{far}\nhigh = {far}\nscale = "{scale}"\n'
+def test_values_and_class_weights_scale_clip_and_step(tmp_path):
+    file, found = arrays(tmp_path, (400, 2, 30)), []
+    weights = "[task]\nclass_weights = [1.0, 10.0]\n"
+    for far, scale, more in (
+        (1, "none", ""),
+        (10, "none", ""),
+        (10, "range", ""),
+        (1, "none", weights),
+    ):
+        text = f'{more}[records]\nlow = -{far}\nhigh = {far}\nscale = "{scale}"\n'
         one = document("recommend", file, "--epsilon", "2", *declare(tmp_path, text))
         assert "-1 .. 1" not in one["reasons"]["privacy.clip"]
+        assert ("class weight" in one["reasons"]["privacy.clip"]) is bool(more)
         settings = one["configuration"]["settings"]["learning_rate"]
         found.append((one["configuration"]["privacy"]["clip"], settings))
-    (clip, rate), (longer, shorter), scaled = found
-    assert longer == pytest.approx(10 * clip)
+    (clip, rate), (longer, shorter), scaled, (weighed, smaller) = found
+    # Of sixty numbers, whatever their axes: a fifth of sqrt(60 / 3), the length of such a record.
+    assert clip == pytest.approx(0.2 * math.sqrt(20), rel=0.1)
+    assert longer == weighed == pytest.approx(10 * clip)
     assert shorter == pytest.approx(rate / 100, rel=0.02)  # three digits are written
-    assert scaled == (clip, rate)
-
-
-def test_class_weights_lengthen_the_clip_that_would_undo_them(tmp_path):
-    file, found = arrays(tmp_path), []
-    for weights in ("", "[task]\nclass_weights = [1.0, 10.0]\n"):
-        columns = declare(tmp_path, weights + "[records]\nlow = -1\nhigh = 1\n")
-        one = document("recommend", file, "--epsilon", "2", *columns)
-        settings = one["configuration"]["settings"]["learning_rate"]
-        found.append((one["configuration"]["privacy"]["clip"], settings))
-        assert ("class weight" in one["reasons"]["privacy.clip"]) is bool(weights)
-    (clip, rate), (longer, shorter) = found
-    assert longer == pytest.approx(10 * clip)
     # Noise grows with the clip, and the step is such that noise moves an answer as far.
-    assert shorter == pytest.approx(rate / 10, rel=0.02)
+    assert smaller == pytest.approx(rate / 10, rel=0.02)
+    assert scaled == (clip, rate)
 
 
 @pytest.mark.parametrize(("columns", "bias"), [(60, 0.3), (1200, 2.0)])
