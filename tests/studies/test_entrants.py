@@ -80,9 +80,6 @@ def test_every_file_runs_with_every_algorithm(config, tmp_path):
     plans = read_plans([config, other], ["fedavg", "fedfdp"])
     assert list(plans) == ["my-study-fedavg", "my-study-fedfdp", "other-fedavg", "other-fedfdp"]
     assert plans["other-fedfdp"].settings == {"learning_rate": 1.5}
-
-
-def test_files_of_one_name_are_numbered(config, tmp_path):
     assert list(read_plans([config, config])) == ["my-study", "my-study-2"]
 
 
@@ -107,11 +104,6 @@ def test_names_that_cannot_be_folders_are_refused(name):
         name_plans({name: Plan()})
 
 
-def test_no_plans_are_refused():
-    with pytest.raises(InputError, match="nothing to compare"):
-        name_plans([])
-
-
 def test_a_single_plan_is_accepted_and_other_input_refused():
     assert name_plans(Plan()) == name_plans([Plan()])
     assert name_plans(plan for plan in [Plan()]) == name_plans([Plan()])
@@ -121,6 +113,8 @@ def test_a_single_plan_is_accepted_and_other_input_refused():
     for other in ({"a": {"rounds": 1}}, 3, None, [None]):
         with pytest.raises(InputError, match=r"plans holds .*Plan\.parse"):
             name_plans(other)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="nothing to compare"):
+        name_plans([])
 
 
 @pytest.mark.parametrize(

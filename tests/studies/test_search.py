@@ -178,26 +178,6 @@ def test_no_trial_knows_held_out_or_test_records(tmp_path, monkeypatch):
     assert "validation records" in page
 
 
-@pytest.mark.parametrize(
-    ("points", "how"), [([], {"halving": 2}), ([{RATE: 1.0}], {"sweep": {RATE: [2.0]}})]
-)
-def test_incompatible_settings_are_refused(points, how, tmp_path):
-    with pytest.raises(PlanError, match="--draw without --sweep"):
-        search({"one": Plan.parse({})}, points, 1, tmp_path, **how)
-
-
-@pytest.mark.parametrize("halving", [0, -3])
-def test_halving_is_a_whole_number_above_zero(halving, tmp_path):
-    with pytest.raises(InputError, match=f"halving is {halving}: expected"):
-        search({"one": Plan.parse({})}, [{RATE: 1.0}], 1, tmp_path, halving=halving)
-
-
-def test_trials_release_no_evaluation(tmp_path):
-    plan = Plan.parse({"evaluation": {"share": 0.2}})
-    with pytest.raises(PlanError, match="leave \\[evaluation\\] out while choosing"):
-        search({"one": plan}, [{RATE: 1.0}, {RATE: 2.0}], 1, tmp_path)
-
-
 def test_only_trials_that_release_alike_are_counted(monkeypatch):
     """Of unlike events the sum would follow from which run was best, which composition forbids."""
     monkeypatch.setattr(searching, "reserved_events", lambda run: run)
@@ -218,6 +198,16 @@ def test_a_search_ends_at_a_trial_that_failed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "points", "how", "told"),
     [
+        ({}, [], {"halving": 2}, "--draw without --sweep"),
+        ({}, [{RATE: 1.0}], {"sweep": {RATE: [2.0]}}, "--draw without --sweep"),
+        ({}, [{RATE: 1.0}], {"halving": 0}, "halving is 0: expected"),
+        ({}, [{RATE: 1.0}], {"halving": -3}, "halving is -3: expected"),
+        (
+            {"evaluation": {"share": 0.2}},
+            [{RATE: 1.0}, {RATE: 2.0}],
+            {},
+            "leave .evaluation. out while choosing",
+        ),
         ({"budget": {"patience": 3}}, [{RATE: 1.0}], {}, "leave patience and accuracy out"),
         ({}, [{"rounds": 2}], {"halving": 2}, "both set the rounds"),
         ({"partition": {"held_out": 0.0}}, [{RATE: 1.0}], {"joining": True}, "leave --joining out"),
@@ -225,7 +215,7 @@ def test_a_search_ends_at_a_trial_that_failed(tmp_path, monkeypatch):
     ],
 )
 def test_what_no_search_can_do_is_refused_before_it(given, points, how, told, tmp_path):
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(InputError, match=told):
         search({"one": Plan.parse(given)}, points, 1, tmp_path, **how)
     assert not list(tmp_path.iterdir())
 
