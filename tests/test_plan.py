@@ -32,12 +32,11 @@ BAD = [
     ("settings.learning_rate=nan", ["settings.learning_rate", "nan"]),
     ("partition.kind=sharded", ["partition.kind", "sharded", "dirichlet"]),
     ("partition.nonsense=1", ["partition.nonsense", "beta"]),
-    ("algorithm=fedxx", ["algorithm", "fedxx", "fedavg"]),
     ("rounds=true", ["rounds is True", "integer"]),
-    ("rounds='5'", ["rounds is '5'", "integer"]),
     ("privacy.epsilon=true", ["privacy.epsilon is True", "number"]),
     ("privacy.epsilon=[1.0, -2.0]", ["privacy.epsilon.1 is -2.0", "greater than 0"]),
     ("privacy.per_site.site-00.bogus=1", ["per_site.site-00.bogus", "sampling_rate"]),
+    ("privacy.per_site.a.epsilon=-1", ["per_site.a.epsilon is -1", "greater than 0"]),
     ("seed=99999999999999999999", ["seed", "less than"]),
     ("sites", ["sites", "key=value"]),
     ("data.x=1", ["data.x", "not a table"]),
@@ -95,12 +94,9 @@ def test_too_small_scheduled_clip_names_round_and_key():
         Plan(rounds=3, privacy=inverse)
 
 
-def test_both_ways_to_set_the_batch_are_one_too_many():
+def test_both_ways_to_set_the_batch_are_one_too_many(tmp_path):
     with pytest.raises(PlanError, match="leave one out"):
         Plan.parse({"sampling_rate": 0.1, "batch_size": 10})
-
-
-def test_two_that_were_typed_are_too_many_as_well(tmp_path):
     for typed in itertools.permutations(["sampling_rate=0.1", "batch_size=3"]):
         with pytest.raises(
             PlanError, match=r"sampling_rate = 0\.1 and batch_size = 3.*leave one out"
@@ -110,12 +106,6 @@ def test_two_that_were_typed_are_too_many_as_well(tmp_path):
     file.write_text("sampling_rate = 0.1")
     plan = Plan.read(file, ["batch_size=3"])
     assert (plan.batch_size, plan.sampling_rate) == (3, None)
-
-
-def test_override_of_batch_size_replaces_sampling_rate():
-    plan = Plan.read(None, ["batch_size=64"])
-    assert plan.batch_size == 64
-    assert plan.sampling_rate is None
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
@@ -200,18 +190,6 @@ def test_budgets_may_differ_by_list_and_by_table():
 def test_budgets_that_do_not_match_the_sites_are_refused(privacy, told):
     with pytest.raises(PlanError, match=told):
         Plan.parse({"privacy": privacy}).terms({"a": 1.0, "b": 1.0, "c": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("privacy", "told"),
-    [
-        ({"per_site": {"a": {"epsilon": -1}}}, "per_site.a.epsilon"),
-        ({"epsilon": [1.0, float("nan")]}, "privacy.epsilon"),
-    ],
-)
-def test_bad_grants_are_refused(privacy, told):
-    with pytest.raises(PlanError, match=told):
-        Plan.parse({"privacy": privacy})
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedproxvr"])

@@ -5,13 +5,13 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.browser import chromium
 
 import fedpact
 from fedpact.algorithms import names
@@ -89,20 +89,12 @@ def test_links_outside_docs_resolve_on_the_site(site):
 
 
 def test_a_browser_requests_nothing_from_other_hosts(site):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-    if browser is None:
-        pytest.skip("no chromium on this machine")
-    playwright = pytest.importorskip("playwright.sync_api")
-    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
-    quiet += ["--disable-background-networking", "--disable-component-update"]
     asked = []
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=browser, args=quiet)
-        page = running.new_page()
+    with chromium() as browser:
+        page = browser.new_page()
         page.on("request", lambda request: asked.append(request.url))
         for name in ("index", "reference/configuration"):
             page.goto((site / f"{name}.html").as_uri(), wait_until="networkidle")
-        running.close()
     assert len(asked) > 4
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
 

@@ -118,11 +118,6 @@ def test_another_programs_folder_is_left_alone(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")  # what a process with threads is told
-def test_three_kills(tmp_path):
-    kill_often(tmp_path, 3, seed=int.from_bytes(os.urandom(4)))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_two_hundred_kills(tmp_path):
-    kill_often(tmp_path, 200, seed=int.from_bytes(os.urandom(4)))
+@pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_at_random_instants(tmp_path, times):
+    kill_often(tmp_path, times, seed=int.from_bytes(os.urandom(4)))
