@@ -120,11 +120,3 @@ def test_fewer_sites_than_replies_that_a_round_needs_are_refused(make, tmp_path)
     path.write_text("\n".join(lines))
     with pytest.raises(PlanError, match=r"sites_per_round = 2.*least_replies = 3"):
         Site(path.parent)
-
-
-@pytest.mark.parametrize(
-    "only", [{"clock": {"message_seconds": 1.0}}, {"partition": {"validation": 0.2}}]
-)
-def test_what_only_simulations_use_is_refused(make, only, tmp_path):
-    with pytest.raises(PlanError, match="which only simulations use; leave it out"):
-        make(tmp_path / "d", None, rounds=2, **only)

@@ -153,12 +153,17 @@ def test_sites_with_records_of_their_own(make, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [({"privacy": {"mode": "none"}}, "private runs"), ({"privacy": {"sizes": "noisy"}}, "sizes")],
+    [
+        ({"privacy": {"mode": "none"}}, "private runs"),
+        ({"privacy": {"sizes": "noisy"}}, "sizes"),
+        ({"clock": {"message_seconds": 1.0}}, "which only simulations use; leave it out"),
+        ({"partition": {"validation": 0.2}}, "which only simulations use; leave it out"),
+    ],
 )
 def test_simulation_only_features_are_refused_before_writing(tmp_path, change, told):
     with pytest.raises(PlanError, match=told):
         write_deployment(tmp_path / "d", Plan.parse(change))
-    assert not (tmp_path / "d").exists()
+    assert not list((tmp_path / "d").glob("*"))
 
 
 @pytest.mark.parametrize(

@@ -238,17 +238,6 @@ def test_many_sites_stay_legible_and_small(build):
     assert "50 different budgets" in found.text
 
 
-@pytest.mark.slow
-@pytest.mark.drawn
-def test_figures_have_room_for_long_names(build):
-    # matplotlib warns where a figure's decorations leave no room; the suite makes that an error.
-    names = [f"a-very-long-name-of-a-hospital-{i}" for i in range(20)]  # more are not named
-    classes = tuple(f"a-very-long-name-of-a-label-{i}" for i in range(30))
-    allowed = [1.23456 + i % 4 for i in range(20)]
-    found = page(build(names, labels=classes, budgets=allowed))
-    assert len(found.titles()) == 6
-
-
 @pytest.mark.drawn
 def test_figures_have_the_pages_colours_and_no_others(five):
     figures = re.findall(r"<svg.*?</svg>", five.source, re.DOTALL)

@@ -10,7 +10,6 @@ import torch
 
 import fedpact
 from fedpact.common.errors import DataError, InputError, PlanError
-from fedpact.common.run_folder import Folder
 from fedpact.data.load import from_arrays
 from fedpact.plan import Plan
 from fedpact.report.page import write_report
@@ -85,17 +84,6 @@ def test_words_that_the_model_does_not_have_are_left_out(tmp_path, monkeypatch, 
     assert "fails on 1 of 3 records, which are left out of everything: row 1" in caplog.text
 
 
-def test_a_declaration_is_part_of_a_runs_identity(tmp_path):
-    """A folder is not gone on with under another one."""
-    data = table(tmp_path / "t.csv")
-    plan = Plan.parse({**SETTINGS, "data": data, "label": "out", "records": {"high": 100.0}})
-    simulate(plan, tmp_path / "run")
-    assert Folder(tmp_path / "run").read_json("plan.json")["records"]["high"] == 100.0
-    other = Plan.parse({**plan.model_dump(mode="json"), "records": {"high": 101.0}})
-    with pytest.raises(PlanError, match="another configuration"):
-        simulate(other, tmp_path / "run")
-
-
 def test_a_public_data_set_is_held_against_a_declaration_too(tmp_path, caplog):
     plan = Plan.parse({**SETTINGS, "records": {"high": 0.5}})
     with pytest.raises(
@@ -167,12 +155,6 @@ def test_the_share_counts_for_each_named_site(tmp_path):
     del how["sites"]
     with pytest.raises(DataError, match="60 of 60 records of site West are left out, 100"):
         fedpact.run("logistic", table, records=records, **how)
-
-
-def test_the_share_counts_for_tables_from_python_too(tmp_path):
-    plan = half_bad(tmp_path, 0.75)
-    with pytest.raises(DataError, match=r"most_left_out allows 50.0 %"):
-        fedpact.run("logistic", plan.data, label="out", out=tmp_path / "run", **SETTINGS)
 
 
 def test_names_of_sites_are_shown_as_they_are(tmp_path):

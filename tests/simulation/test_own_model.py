@@ -194,11 +194,6 @@ def test_named_columns_cannot_be_declared_by_position():
         refit(data, PlanRecords(columns=columns))
 
 
-def test_prediction_on_a_passed_table_needs_column_names():
-    with pytest.raises(DataError, match="passed in from Python"):
-        load_dataset("table@0123456789abcdef", "ill")
-
-
 def test_a_missing_pandas_label_is_not_a_class():
     frame = FRAME.assign(ill=FRAME["ill"].astype("string").where(FRAME["id"] > 2, pd.NA))
     found = from_python(frame, PlanRecords(drop=["id"]), "ill")
@@ -309,17 +304,3 @@ def test_compare_accepts_models_and_records_as_run_does(tmp_path):
             assert torch.equal(a, b)
     again = fedpact.compare(plans, seeds=1, out=tmp_path / "both", data=(X, Y))
     assert [e.name for e in again.entries] == ["narrow", "wide"]
-
-
-def test_a_run_that_fails_here_leaves_the_others(tmp_path):
-    """As runs in processes of their own do."""
-
-    def broken():
-        raise RuntimeError("no model today")
-
-    plans = {"good": fedpact.Plan(model=local(2), **SETTINGS),
-             "bad": fedpact.Plan(model=broken, **SETTINGS)}  # fmt: skip
-    found = fedpact.compare(plans, seeds=1, out=tmp_path / "c", data=(X, Y))
-    missing = {entry.name: dict(entry.missing) for entry in found.entries}
-    assert missing["good"] == {}
-    assert "no model today" in missing["bad"][0]
