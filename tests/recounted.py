@@ -18,6 +18,14 @@ def charges(folder, site):
     return [entry for entry in entries if entry["kind"] == "charge"]
 
 
+def timeless(path):
+    """The entries of a ledger but for the clock, and the hashes, which contain it."""
+    return [
+        {key: value for key, value in entry.items() if key not in ("time", "hash", "previous")}
+        for entry in read_entries(path)
+    ]
+
+
 def gaussian_delta(mu, epsilon):
     """δ of a Gaussian with sensitivity/deviation μ, exactly: Balle, Wang 2018, Theorem 8."""
     return float(ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.deployment.grid import Node, Run, read_from
+from tests.recounted import timeless
 from tests.tables import write_rows
 from typer.testing import CliRunner
 
@@ -184,14 +185,6 @@ def test_the_cost_and_what_remains_are_the_owners(sites, tmp_path):
     assert other.classes == {"n": 133, "y": 67}
 
 
-def entries(home):
-    lines = (home / "ledger.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(x).items() if k not in ("time", "hash", "previous")}
-        for x in lines
-    ]
-
-
 def finish(run):
     run()
     for node in run.nodes:
@@ -201,7 +194,7 @@ def finish(run):
         [to_bytes(replace(from_bytes(block), ledger_head="")) for block in node.said]
         for node in run.nodes
     ]
-    return said, [entries(node.directory) for node in run.nodes]
+    return said, [timeless(node.directory / "ledger.jsonl") for node in run.nodes]
 
 
 def test_no_message_reveals_checks_or_mappings(sites, tmp_path, in_memory):

@@ -159,31 +159,22 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
             print(path, path.read_text()[-3000:], sep="\n")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked")
-def test_parties_are_killed(make, tmp_path):
-    survive(make, tmp_path / "d", rounds=2, kills=1, spare=4, pause=2, sites=1)
+MASKED = {"secure_aggregation": {"threshold": 2}}
+SHARED = {
+    "sites": 5,
+    "secure_aggregation": {"threshold": 4},
+    "privacy": {"trust": "sum", "honest": 2, "accountant": "rdp"},
+    "settings": {"local_steps": 1},
+}
 
 
 @pytest.mark.slow
-def test_parties_are_killed_sixty_times(make, tmp_path):
-    survive(make, tmp_path / "d", rounds=11, kills=60, spare=40, pause=4)
-
-
-@pytest.mark.slow
-def test_parties_are_killed_sixty_times_under_secure_aggregation(make, tmp_path):
-    """A server that dies after it asked for a sum charges that round anew."""
-    secure = {"secure_aggregation": {"threshold": 2}}
-    survive(make, tmp_path / "d", rounds=11, kills=60, spare=60, pause=8, **secure)
-
-
-@pytest.mark.slow
-def test_parties_are_killed_sixty_times_where_noise_is_shared(make, tmp_path):
-    """Five sites. Both ε are counted anew, that of h = 2 shares and that of one alone."""
-    shared = {
-        "sites": 5,
-        "secure_aggregation": {"threshold": 4},
-        "privacy": {"trust": "sum", "honest": 2, "accountant": "rdp"},
-        "settings": {"local_steps": 1},
-    }
-    survive(make, tmp_path / "d", rounds=11, kills=60, spare=60, pause=8, **shared)
+@pytest.mark.parametrize(
+    ("plan", "spare", "pause"),
+    [({}, 40, 4), (MASKED, 60, 8), (SHARED, 60, 8)],
+    ids=["plain", "masked", "shared noise"],
+)
+def test_parties_are_killed(make, tmp_path, plan, spare, pause):
+    """A server that dies after it asked for a masked sum charges that round anew. Of shared noise
+    both ε are counted anew, that of h = 2 shares and that of one alone."""
+    survive(make, tmp_path / "d", rounds=11, kills=60, spare=spare, pause=pause, **plan)

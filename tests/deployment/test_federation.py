@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.recounted import timeless
 from tests.waiting import wait_for
 
 from benchmarks import deployment
@@ -19,7 +20,6 @@ from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower import program
 from fedpact.deployment.snapshot import inspect_deployment
 from fedpact.plan import Plan
-from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.simulation.simulate import simulate
 
 PLAN = {"rounds": 3, "sites": 2, "settings": {"local_steps": 4}}
@@ -173,8 +173,8 @@ def check_every_round(directory, simulated):
 
 def check_the_ledgers_entry_by_entry(directory, simulated):
     for name in SITES:
-        here = entries(directory / "sites" / name / "ledger.jsonl")
-        there = entries(simulated.folder / "sites" / name / "ledger.jsonl")
+        here = timeless(directory / "sites" / name / "ledger.jsonl")
+        there = timeless(simulated.folder / "sites" / name / "ledger.jsonl")
         # A simulation, which protects nobody, notes no placement; "number" counts entries.
         assert here.pop(2)["placement"] in ("compact", "scattered")
         for number, entry in enumerate(here):
@@ -183,14 +183,6 @@ def check_the_ledgers_entry_by_entry(directory, simulated):
         assert [entry["kind"] for entry in here] == ["open", "reserve"] + ["charge"] * PLAN[
             "rounds"
         ]
-
-
-def entries(path):
-    """All of it but the clock, and the hashes, which contain it."""
-    return [
-        {key: value for key, value in entry.items() if key not in ("time", "hash", "previous")}
-        for entry in read_entries(path)
-    ]
 
 
 def check_that_strangers_did_not_get_in(directory, knocked):

@@ -30,7 +30,6 @@ from fedpact.deployment.flower.program import find_outage
 from fedpact.deployment.site_records import SiteSettings
 
 ROOT = Path(__file__).parents[2]
-FEDPACT = [sys.executable, "-c", "from fedpact.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")

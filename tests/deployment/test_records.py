@@ -129,7 +129,7 @@ def test_outgoing_message_form_is_independent_of_records(make, tmp_path, algorit
 
 
 class Bag(torch.nn.Module):
-    def __init__(self, classes):
+    def __init__(self, shape, classes):
         super().__init__()
         self.e, self.l = torch.nn.Embedding(50, 4), torch.nn.Linear(4, classes)
 
@@ -137,16 +137,12 @@ class Bag(torch.nn.Module):
         return self.l(self.e(x).mean(1))
 
 
-def bag(shape, classes):
-    return Bag(classes)
-
-
 @pytest.fixture(scope="module")
 def word_sites(make, tmp_path_factory):
     where = tmp_path_factory.mktemp("words")
     rng = np.random.default_rng(0)
     np.savez(where / "t.npz", x=rng.integers(0, 50, (60, 6)), y=rng.integers(0, 2, 60))
-    plan = {"data": str(where / "t.npz"), "model": f"{__name__}:bag"}
+    plan = {"data": str(where / "t.npz"), "model": f"{__name__}:Bag"}
     plan |= {"sites": 2, "sampling_rate": 0.5}
     return make(where / "d", settings={"local_steps": 1}, rounds=2, **plan, **EQUAL_LENGTHS)
 

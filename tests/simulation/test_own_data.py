@@ -78,7 +78,7 @@ def test_words_that_the_model_does_not_have_are_left_out(tmp_path, monkeypatch, 
     y, test = torch.randint(2, (40,), generator=generator), torch.zeros(3, 6, dtype=torch.int64)
     x[7, 2], test[1, 0] = 9, -5
     data = from_arrays(x, y, test=(test, torch.tensor([0, 1, 0])), classes=("a", "b"))
-    plan = Plan.parse({**SETTINGS, "model": "models_of_users:bag"})
+    plan = Plan.parse({**SETTINGS, "model": "models_of_users:Bag"})
     simulate(plan, tmp_path / "run", data=data)
     assert "fails on 1 of 40 records, which are left out of everything: row 7" in caplog.text
     assert "fails on 1 of 3 records, which are left out of everything: row 1" in caplog.text

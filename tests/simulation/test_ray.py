@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.recounted import timeless
 
 from fedpact.common.errors import FedpactError, InputError, LedgerError, PlanError
 from fedpact.common.messages import Reply, Task, to_bytes
 from fedpact.common.run_folder import Folder
 from fedpact.plan import Plan
-from fedpact.privacy.ledger.hash_chain import read_entries
 from fedpact.privacy.oracle import Records
 from fedpact.simulation import machine
 from fedpact.simulation.simulate import simulate
@@ -94,14 +94,6 @@ def marked_processes(mark):
     return found
 
 
-def entries(path):
-    """All of it but the clock, and the hashes, which contain it."""
-    return [
-        {key: value for key, value in entry.items() if key not in ("time", "hash", "previous")}
-        for entry in read_entries(path)
-    ]
-
-
 def check_that_it_is_the_same_run(one, other):
     for name in ("model.safetensors", "state.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
@@ -111,7 +103,7 @@ def check_that_it_is_the_same_run(one, other):
     # A model that never moved would be equal, too.
     assert records[0][-1].accuracy > records[0][0].accuracy
     for site in SITES:
-        ledgers = [entries(path / "sites" / site / "ledger.jsonl") for path in (one, other)]
+        ledgers = [timeless(path / "sites" / site / "ledger.jsonl") for path in (one, other)]
         assert ledgers[0] == ledgers[1]
         kinds = [entry["kind"] for entry in ledgers[0]]
         assert kinds == ["open", "reserve"] + ["charge"] * PLAN["rounds"]
@@ -152,8 +144,8 @@ def test_run_begun_on_ray_and_resumed_on_threads_is_one_run(runs, on_ray):
     rounds = stopped["rounds"]
     assert rounds >= 2
     for site in SITES:
-        here = entries(runs / "ray" / "sites" / site / "ledger.jsonl")
-        assert here == entries(runs / "local" / "sites" / site / "ledger.jsonl")[: 2 + rounds]
+        here = timeless(runs / "ray" / "sites" / site / "ledger.jsonl")
+        assert here == timeless(runs / "local" / "sites" / site / "ledger.jsonl")[: 2 + rounds]
     simulate(Plan.parse(PLAN), runs / "ray")
     check_that_it_is_the_same_run(runs / "local", runs / "ray")
 

@@ -146,7 +146,7 @@ def test_a_model_that_mixes_records_is_refused(tmp_path, own_models):
 
 
 @pytest.mark.parametrize(
-    ("model", "mode"), [("shifted", "none"), ("bounded_in_place", "per_sample")]
+    ("model", "mode"), [("Shifted", "none"), ("bounded_in_place", "per_sample")]
 )
 def test_a_model_that_writes_to_its_records_gets_copies(tmp_path, own_models, model, mode):
     """Even if it leaves dummy records alone; a second run is the same."""
@@ -163,13 +163,13 @@ def test_a_model_that_writes_to_its_records_gets_copies(tmp_path, own_models, mo
     ("model", "told"),
     [
         # Nobody could say whether it mixes records.
-        ("coded", r"'models_of_users:coded' failed on four dummy records, zeros and ones.*Index"),
-        ("pixels", "cannot be differentiated record by record"),
+        ("Coded", r"'models_of_users:Coded' failed on four dummy records, zeros and ones.*Index"),
+        ("Pixels", "cannot be differentiated record by record"),
     ],
 )
 def test_value_dependent_model_trains_only_without_privacy(tmp_path, own_models, model, told):
     records = from_arrays(torch.randint(2, 5, (40, 6)), torch.randint(3, (40,)))
-    data = records if model == "coded" else None
+    data = records if model == "Coded" else None
     with pytest.raises(ModelError, match=told):
         simulate(plan(model=f"models_of_users:{model}"), tmp_path / "private", data=data)
     assert not (tmp_path / "private").exists()
@@ -278,7 +278,7 @@ def test_a_model_with_dropout_is_trained_and_repeated(tmp_path, own_models, mode
 
 
 def test_a_model_with_shared_weights_is_trained_and_stored(tmp_path, own_models):
-    result = simulate(plan(model="models_of_users:tied", rounds=2), tmp_path / "run")
+    result = simulate(plan(model="models_of_users:Tied", rounds=2), tmp_path / "run")
     stored = load_file(result.folder / "model.safetensors")
     assert torch.equal(stored["first.weight"], stored["second.weight"])
     result.model.load_state_dict(stored)

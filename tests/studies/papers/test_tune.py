@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import shutil
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -68,14 +69,6 @@ def private(tmp_path_factory):
         }
     )
     return simulate(plan, tmp_path_factory.mktemp("runs") / "run").folder
-
-
-def copied(run, to, leave=()):
-    to.mkdir()
-    for file in run.iterdir():
-        if file.is_file() and file.name not in leave:
-            (to / file.name).write_bytes(file.read_bytes())
-    return to
 
 
 # ---------------------------------------------------------------- fedproxvr with given numbers
@@ -270,7 +263,8 @@ def test_a_runs_gamma_is_measured(private):
 
 
 def test_a_deployments_records_are_elsewhere(private, tmp_path):
-    run = copied(private, tmp_path / "run", leave=("partition.json",))
+    run = shutil.copytree(private, tmp_path / "run")
+    (run / "partition.json").unlink()
     assert "the records are with the sites" in refused("fedproxvr", str(run), "--gamma", "0.1")
     assert as_json("fedproxvr", str(run), *SPEC)["tau"] > 0
 
