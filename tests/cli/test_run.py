@@ -356,13 +356,3 @@ def test_a_run_without_any_accuracy_says_why(tmp_path):
     done = fedpact("run", *QUICK, *changed, "--out", "runs/one", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "there is no public test set, and no site holds out a record" in done.stdout
-
-
-def test_runs_sharing_ledgers_report_their_total(tmp_path):
-    given = ["--set", "run.ledgers='kept'", "--set", "privacy.epsilon=1.0", "--set", "sites=2"]
-    first = fedpact("run", *QUICK, *given, "--out", "runs/one", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "together" not in first.stdout
-    then = fedpact("run", *QUICK, *given, "--set", "seed=5", "--out", "runs/two", cwd=tmp_path)
-    assert then.returncode == 0, then.stderr
-    assert "2 runs in kept: together ε ≤ 2 at δ = 2e-05" in then.stdout

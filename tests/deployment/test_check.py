@@ -325,24 +325,32 @@ def test_one_check_shows_each_kind_of_fault(sites, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("name", "form", "told"),
     [
-        ("cp1252", "encoding='cp1252'"),
-        ("ascii header", "200 lines not in UTF-8: save it as UTF-8"),
-        ("title", "its first line is 'Our hospital': expected a header line"),
-        ("semicolon", "sep=';', decimal=','"),
+        ("own.csv", lambda text: text.encode("cp1252"), "encoding='cp1252'"),
+        (
+            "own.csv",
+            lambda text: text.replace("é", "e").encode("cp1252"),
+            "200 lines not in UTF-8: save it as UTF-8",
+        ),
+        (
+            "own.csv",
+            lambda text: b"Our hospital\n\n" + text.encode(),
+            "its first line is 'Our hospital': expected a header line",
+        ),
+        (
+            "own.csv",
+            lambda text: text.replace(",", ";").replace(".", ",").encode(),
+            "sep=';', decimal=','",
+        ),
+        ("own.csv", lambda _: b"", "is empty"),
+        ("own.csv", lambda _: b"age,lactate,sex,out\n", "has no records"),
+        ("own.xlsx", lambda _: b"PK\x03\x04", "read_excel"),
     ],
 )
-def test_a_table_of_another_form_is_one_problem(sites, tmp_path, form, told):
-    table = write_rows(tmp_path / "own.csv", [{**row, "é": "ü"} for row in rows()])
-    text = table.read_text()
-    changed = {
-        "cp1252": text.encode("cp1252"),
-        "ascii header": text.replace("é", "e").encode("cp1252"),
-        "title": b"Our hospital\n\n" + text.encode(),
-        "semicolon": text.replace(",", ";").replace(".", ",").encode(),
-    }[form]
-    table.write_bytes(changed)
+def test_a_table_of_another_form_is_one_problem(sites, tmp_path, name, form, told):
+    table = write_rows(tmp_path / name, [{**row, "é": "ü"} for row in rows()])
+    table.write_bytes(form(table.read_text()))
     _, (home,) = sites(table)
     (problem,) = check_site(home).problems
     assert told in problem
@@ -353,22 +361,6 @@ def test_two_sites_with_one_file_are_told(sites, tmp_path):
     where, _ = sites(table, table)
     told = CliRunner().invoke(app, ["deploy", "check", str(where)])
     assert "site site-00 reads the same file" in told.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("own.csv", b"", "is empty"),
-        ("own.csv", b"age,lactate,sex,out\n", "has no records"),
-        ("own.xlsx", b"PK\x03\x04", "read_excel"),
-    ],
-)
-def test_a_file_without_records_is_one_problem(sites, tmp_path, name, content, told):
-    table = tmp_path / name
-    table.write_bytes(content)
-    _, (home,) = sites(table)
-    (problem,) = check_site(home).problems
-    assert told in problem
 
 
 def test_a_check_is_printed_whole_to_one_stream(sites, tmp_path, monkeypatch):

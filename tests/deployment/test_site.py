@@ -253,25 +253,6 @@ def test_test_seed_ledger_and_real_ledger_do_not_mix(site_dir, tmp_path):
             Site(mixed)
 
 
-def test_memory_follows_included_rounds_across_restart(make, tmp_path):
-    """fedfdp keeps its loss bound. What round 1 left is used by round 3 only if the server says
-    that it included round 1; round 2's, which it did not include, is dropped."""
-    whole = make(tmp_path / "fedfdp", algorithm="fedfdp", settings={})
-    directory = whole / "sites" / "site-00"
-
-    def bound(version):
-        run = Federation.read(directory / "federation.toml").run
-        return from_bytes(stored(directory, f"{run}/memory")).numbers[f"{version}/loss_bound"]
-
-    for number, included in ((1, -1), (2, 1), (3, 1)):
-        with Site(directory) as site:
-            task = task_of(site, number, included, numbers={"loss": 2.0})
-            assert isinstance(from_bytes(site.handle(task)), Reply)
-        if number == 1:
-            first = bound("new")
-    assert bound("old") == first
-
-
 def test_memory_is_written_with_its_reply_or_not_at_all(make, tmp_path, monkeypatch):
     """Nothing is remembered of a round whose reply could not be stored."""
     whole = make(tmp_path / "fedfdp", algorithm="fedfdp", settings={})

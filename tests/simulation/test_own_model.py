@@ -133,14 +133,6 @@ def test_arrays_have_no_columns_to_leave_out(tmp_path, wrong):
             way()
 
 
-def test_a_tables_test_set_may_be_arrays_in_its_order(tmp_path):
-    file, dropped = tmp_path / "test.npz", PlanRecords(drop=["id"])
-    np.savez(file, x=X[:7], y=Y[:7])
-    found = from_python(FRAME, dropped, "ill", test=file)
-    assert found.features == ("a", "b", "c")
-    assert torch.equal(found.x_test, torch.from_numpy(X[:7]))
-
-
 def test_arrays_with_a_table_obey_its_column_limits(tmp_path):
     """By their places: a test set, and what a run is asked about."""
     frame = FRAME.assign(c=np.where(X[:, 2] > 0, "A", "B"))

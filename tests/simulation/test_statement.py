@@ -18,8 +18,12 @@ from fedpact.simulation.simulate import simulate
 from fedpact.simulation.statement import describe_terms, of_simulation
 
 
+def plan_of(**changes):
+    return Plan.parse({"rounds": 3, "sites": 2, **changes})
+
+
 def statement(**changes):
-    return of_simulation(SimulationSetup.of(Plan.parse({"rounds": 3, "sites": 2, **changes})))
+    return of_simulation(SimulationSetup.of(plan_of(**changes)))
 
 
 @pytest.mark.parametrize("mode", ["per_sample", "batch_clipped"])
@@ -35,8 +39,7 @@ def test_the_mechanism_is_named_and_decides_the_multiplier(mode):
 
 @pytest.mark.parametrize("accountant", ["best", "pld", "rdp"])
 def test_the_number_is_that_of_the_accountant_it_names(accountant):
-    whole = {"rounds": 3, "sites": 2, "privacy": {"accountant": accountant}}
-    scene = SimulationSetup.of(Plan.parse(whole))
+    scene = SimulationSetup.of(plan_of(privacy={"accountant": accountant}))
     for terms in scene.terms.values():
         told = describe_terms(terms)
         event = SampledGaussian(terms.rate, told["sigma_joint"])
@@ -53,14 +56,8 @@ def test_the_number_is_that_of_the_accountant_it_names(accountant):
 def test_every_epsilon_uses_the_plans_accountant(tmp_path):
     steps = {}
     for accountant in ("pld", "rdp"):
-        whole = Plan.parse(
-            {
-                "rounds": 4,
-                "sites": 2,
-                "sampling_rate": 0.05,
-                "privacy": {"sigma": 1.5, "accountant": accountant},
-            }
-        )
+        noisy = {"sigma": 1.5, "accountant": accountant}
+        whole = plan_of(rounds=4, sampling_rate=0.05, privacy=noisy)
         result = simulate(whole, tmp_path / accountant)
         (terms,) = {t.event: t for t in SimulationSetup.of(whole).terms.values()}.values()
         each = whole.steps // whole.rounds
@@ -82,7 +79,7 @@ def test_plain_run_names_no_mechanism_and_private_page_does(tmp_path):
 
 def test_the_event_that_opens_a_round_is_stated():
     """With it, what the statement lists costs exactly what it says is reserved."""
-    plan = Plan.parse({"algorithm": "fedproxvr", "rounds": 3, "settings": {"local_steps": 2}})
+    plan = plan_of(algorithm="fedproxvr", settings={"local_steps": 2})
     (terms, *_) = plan.terms({"a": 100.0}).values()
     told = describe_terms(terms)
     opening = told["opening"]
@@ -125,14 +122,8 @@ def test_it_states_epsilon_for_a_patient_with_five_visits(tmp_path):
 
 
 def test_shared_noise_has_both_of_a_person():
-    plan = Plan.parse(
-        {
-            "rounds": 2,
-            "sites": 3,
-            "secure_aggregation": {"threshold": 3},
-            "privacy": {"trust": "sum", "honest": 2},
-        }
-    )
+    trust = {"trust": "sum", "honest": 2}
+    plan = plan_of(rounds=2, sites=3, secure_aggregation={"threshold": 3}, privacy=trust)
     scene = SimulationSetup.of(plan)
     told = of_simulation(scene)
     for name, site in told["sites"].items():
