@@ -324,22 +324,7 @@ def test_gradients_outside_a_plan_are_clipped_one_by_one(layers):
     torch.testing.assert_close(outside.clipped_sums(model, x, y, layers), sums)
 
 
-def test_nor_do_those_of_another_plan_under_the_same_settings(tmp_path, monkeypatch):
-    stored, run = Stored(tmp_path), _small()
-    stored.add(run, 0, {"looks": {"4": {"accuracy": 0.5}}})
-    assert stored.whole(run, 0)
-    monkeypatch.setattr("experiments.evidence.stored._digest", lambda base: "another")
-    assert not stored.whole(run, 0)
-    # Of what is stored here none is left out for that.
-    monkeypatch.undo()
-    known = Stored()
-    for path in (HERE / "results").glob("fedproxvr.json"):
-        for name, kept in _read(path).items():
-            (run,) = (run for run in RUNS if (run.group, run.name) == (path.stem, name))
-            assert known.seeds(run) == kept["seeds"]
-
-
-def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):
+def test_results_of_another_plan_do_not_stand_for_a_run(tmp_path, monkeypatch):
     stored, run = Stored(tmp_path), _small()
     book = Book(stored)
     assert book.accuracy(run, 4) == "not run [1]"
@@ -354,6 +339,14 @@ def test_results_of_other_settings_do_not_stand_for_a_run(tmp_path):
     assert Book(stored).accuracy(other, 4) == "not run [1]"
     stored.add(other, 0, {"looks": {"4": {"accuracy": 1.0}}})
     assert stored.seeds(run) == {}
+    assert stored.whole(other, 0)
+    monkeypatch.setattr("experiments.evidence.stored._digest", lambda base: "another")
+    assert not stored.whole(other, 0)
+    # Of what is stored here none is left out for that.
+    monkeypatch.undo()
+    for name, kept in _read(HERE / "results" / "fedproxvr.json").items():
+        (run,) = (run for run in RUNS if (run.group, run.name) == ("fedproxvr", name))
+        assert Stored().seeds(run) == kept["seeds"]
 
 
 @pytest.mark.parametrize("name", ["fashion_mnist", "cifar10", "mnist"])

@@ -71,14 +71,6 @@ def test_a_small_batch_is_beaten_and_the_gain_is_shown():
     assert case["chosen"]["snr"] > case["configured"]["snr"]
 
 
-@pytest.mark.slow
-def test_a_plan_that_ends_in_time_is_not_changed_for_the_worse():
-    """With the noise given, the budget ends the run before more rounds stop paying."""
-    (case,) = optimise_budgets(scene("rounds=60", "sites=5", "privacy.sigma=5.0"), None)["cases"]
-    assert case["configured"]["rounds"] < case["useful_rounds"] < 60
-    assert case["gain"] >= 1
-
-
 @pytest.mark.parametrize(("sigma", "tau"), [(2.0, 1), (8.0, 3)])
 def test_configured_noise_determines_the_steps(sigma, tau):
     """A σ that was given ends a run where its budget does, be it within the first round."""
@@ -88,6 +80,7 @@ def test_configured_noise_determines_the_steps(sigma, tau):
         event = SampledGaussian(told["sampling_rate"], told["sigma"])
         assert epsilon(Counter({event: told["steps"]}), case["delta"], "rdp") <= case["epsilon"]
         assert told["rounds"] <= 20
+    assert case["gain"] >= 1
 
 
 @pytest.mark.parametrize(

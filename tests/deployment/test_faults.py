@@ -124,12 +124,30 @@ def charged(path):
     return events
 
 
-def survive(make, directory, rounds, kills, spare, pause, **plan):
-    """Kill parties by chance, from the start to the end, then see that the run ends as it should.
+MASKED = {"secure_aggregation": {"threshold": 2}}
+SHARED = {
+    "sites": 5,
+    "secure_aggregation": {"threshold": 4},
+    "privacy": {"trust": "sum", "honest": 2, "accountant": "rdp"},
+    "settings": {"local_steps": 1},
+}
 
-    kills: their number, spread over the rounds. pause: the longest wait before one, in seconds.
-    spare: rounds set aside for what crashes take.
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "spare", "pause"),
+    [({}, 40, 4), (MASKED, 60, 8), (SHARED, 60, 8)],
+    ids=["plain", "masked", "shared noise"],
+)
+def test_parties_are_killed(make, tmp_path, plan, spare, pause):
+    """Parties are killed by chance, from the start to the end; the run ends as it should.
+
+    A server that dies after it asked for a masked sum charges that round anew. Of shared noise both
+    ε are counted anew, that of h = 2 shares and that of one alone.
+
+    spare: rounds set aside for what crashes take. pause: the longest wait before one, in seconds.
     """
+    directory, rounds, kills = tmp_path / "d", 11, 60
     budget = {"spare_rounds": spare}
     # A round is to wait for whoever was killed, where others are there.
     patience = PATIENCE | {"least_replies": min(2, plan.get("sites", 3))}
@@ -157,24 +175,3 @@ def survive(make, directory, rounds, kills, spare, pause, **plan):
         federation.parties.stop()
         for path in directory.rglob("log.txt"):
             print(path, path.read_text()[-3000:], sep="\n")
-
-
-MASKED = {"secure_aggregation": {"threshold": 2}}
-SHARED = {
-    "sites": 5,
-    "secure_aggregation": {"threshold": 4},
-    "privacy": {"trust": "sum", "honest": 2, "accountant": "rdp"},
-    "settings": {"local_steps": 1},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "spare", "pause"),
-    [({}, 40, 4), (MASKED, 60, 8), (SHARED, 60, 8)],
-    ids=["plain", "masked", "shared noise"],
-)
-def test_parties_are_killed(make, tmp_path, plan, spare, pause):
-    """A server that dies after it asked for a masked sum charges that round anew. Of shared noise
-    both ε are counted anew, that of h = 2 shares and that of one alone."""
-    survive(make, tmp_path / "d", rounds=11, kills=60, spare=spare, pause=pause, **plan)

@@ -38,6 +38,24 @@ def terms(epsilon):
     }
 
 
+def statement(budgets, private=True):
+    """What privacy.json says: of sites with these budgets, by name."""
+    return {
+        "private": private,
+        "unit": "record",
+        "adjacency": "add/remove one record",
+        "mechanism": "per_sample" if private else "none",
+        "mechanism_meaning": "what is clipped",
+        "accountant": "pld" if private else "none",
+        "randomness": "seeded simulation",
+        "sizes": "public",
+        "simulator_only": ["what only a simulator sees"],
+        "covers": ["all that a site sends"] if private else [],
+        "does_not_cover": ["how long a site takes"] if private else [],
+        "sites": {site: terms(epsilon) for site, epsilon in budgets.items()} if private else {},
+    }
+
+
 @pytest.fixture
 def build(tmp_path):
     """Write a run's folder by hand: `build(sites, private=..., rounds=..., budgets=...)`."""
@@ -67,22 +85,7 @@ def builder(tmp_path):
                 "settings": {"learning_rate": 0.125},
                 "budget": {"bytes": 10**9},
             },
-            "privacy": {
-                "private": private,
-                "unit": "record",
-                "adjacency": "add/remove one record",
-                "mechanism": "per_sample" if private else "none",
-                "mechanism_meaning": "what is clipped",
-                "accountant": "pld" if private else "none",
-                "randomness": "seeded simulation",
-                "sizes": "public",
-                "simulator_only": ["what only a simulator sees"],
-                "covers": ["all that a site sends"] if private else [],
-                "does_not_cover": ["how long a site takes"] if private else [],
-                "sites": {s: terms(e) for s, e in zip(sites, budgets, strict=True)}
-                if private
-                else {},
-            },
+            "privacy": statement(dict(zip(sites, budgets, strict=True)), private),
             "summary": {
                 "status": "finished",
                 "epsilon": dict(records[-1].epsilon),

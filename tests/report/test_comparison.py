@@ -35,7 +35,7 @@ from fedpact.report.comparison import (
 from fedpact.report.comparison_charts import curve, series, sweeps
 from fedpact.studies.compare import read_plans
 
-from .conftest import change, terms
+from .conftest import change, statement
 from .test_page import Page
 
 SITES = ["a", "b"]
@@ -90,22 +90,10 @@ def put(
         )
         for number in range(last + 1)
     ]
-    privacy = {
-        "private": private,
-        "unit": "record",
-        "adjacency": "add/remove one record",
-        "accountant": "pld" if private else "none",
-        "randomness": "seeded simulation",
-        "sizes": "public",
-        "simulator_only": [],
-        "covers": [],
-        "does_not_cover": [],
-        "sites": {site: terms(2.0) for site in SITES} if private else {},
-    }
     mode = {} if private else {"privacy": {"mode": "none"}}
     documents = {
         "plan": {**PLAN, "seed": seed, **mode, **plan},
-        "privacy": privacy,
+        "privacy": statement(dict.fromkeys(SITES, 2.0), private),
         "partition": {
             "train": {"a": list(train), "b": [7]},
             "held_out": {"a": [8], "b": [9]},

@@ -74,6 +74,13 @@ def test_passed_objects_are_passed_again(tmp_path, elsewhere):
     assert loaded.evaluate(X, Y) == score
     assert score.metrics["share"] == pytest.approx(score.accuracy)
     elsewhere()
+    kept = (result.folder / "plan.json").read_bytes()
+    with pytest.raises(DataError, match=r"passed in from Python .* pass the same records"):
+        fedpact.extend(result.folder, 1)
+    with pytest.raises(ModelError, match=r"pass the same again, as loss=\.\.\."):
+        fedpact.extend(result.folder, 1, data=(X, Y))
+    assert not (tmp_path / "r-more").exists()
+    assert (result.folder / "plan.json").read_bytes() == kept
     longer = fedpact.extend(result.folder, **more, metrics=[share, "auc"])
     assert longer.records[-1].round == 1
 
@@ -114,17 +121,3 @@ def test_one_word_is_a_kind_or_a_metric():
         fedpact.Plan(task="ranking")
     assert fedpact.Plan(task={"metrics": "auc"}).task.metrics == ["auc"]
     assert fedpact.Plan(task={"metrics": right}).task.metrics == [f"{__name__}:right"]
-
-
-def test_extend_asks_for_passed_objects_by_name(tmp_path, elsewhere):
-    result = fedpact.run("logistic", (X, Y), task={"loss": LOSS}, **SETTINGS, out=tmp_path / "r")
-    kept = (result.folder / "plan.json").read_bytes()
-    elsewhere()
-    with pytest.raises(DataError, match=r"passed in from Python .* pass the same records"):
-        fedpact.extend(result.folder, 2)
-    with pytest.raises(ModelError, match=r"pass the same again, as loss=\.\.\."):
-        fedpact.extend(result.folder, 2, data=(X, Y))
-    assert not (tmp_path / "r-more").exists()
-    assert (result.folder / "plan.json").read_bytes() == kept
-    longer = fedpact.extend(result.folder, 2, data=(X, Y), loss=LOSS)
-    assert longer.records[-1].round == 2

@@ -61,29 +61,6 @@ def check_after_kill(folder):
         assert sum(spent) >= 2 * committed
 
 
-def kill_often(tmp_path, times, seed):
-    whole = tmp_path / "whole"
-    lives = [run(tmp_path / "warm"), run(whole)]
-    expected = load_file(whole / "model.safetensors")
-    choose = random.Random(seed)
-    unfinished = 0
-    for number in range(times):
-        folder = tmp_path / f"run-{number}"
-        run(folder, kill_after=choose.uniform(0, min(lives)))
-        unfinished += not (folder / "summary.json").exists()
-        check_after_kill(folder)
-        result = simulate(Plan.parse(PLAN), Path(folder))
-        assert result.summary["status"] in ("finished", "budget")
-        for path in folder.rglob("ledger.jsonl"):
-            for promised in receipt(path)["runs"].values():
-                assert promised["epsilon_spent"] <= promised["epsilon_reserved"] <= 2.0
-        if result.summary["status"] == "finished" and not any(r.refused for r in result.records):
-            for name, value in load_file(folder / "model.safetensors").items():
-                assert torch.equal(value, expected[name])
-    # The instants have to fall into the run, else nothing was tried.
-    assert unfinished >= times // 3
-
-
 @pytest.mark.parametrize("write", range(4))
 def test_an_interrupted_start_begins_again(tmp_path, monkeypatch, write):
     calls, whole = [], folders.write_whole
@@ -120,4 +97,23 @@ def test_another_programs_folder_is_left_alone(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*fork")  # what a process with threads is told
 @pytest.mark.parametrize("times", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_at_random_instants(tmp_path, times):
-    kill_often(tmp_path, times, seed=int.from_bytes(os.urandom(4)))
+    whole = tmp_path / "whole"
+    lives = [run(tmp_path / "warm"), run(whole)]
+    expected = load_file(whole / "model.safetensors")
+    choose = random.Random(int.from_bytes(os.urandom(4)))
+    unfinished = 0
+    for number in range(times):
+        folder = tmp_path / f"run-{number}"
+        run(folder, kill_after=choose.uniform(0, min(lives)))
+        unfinished += not (folder / "summary.json").exists()
+        check_after_kill(folder)
+        result = simulate(Plan.parse(PLAN), Path(folder))
+        assert result.summary["status"] in ("finished", "budget")
+        for path in folder.rglob("ledger.jsonl"):
+            for promised in receipt(path)["runs"].values():
+                assert promised["epsilon_spent"] <= promised["epsilon_reserved"] <= 2.0
+        if result.summary["status"] == "finished" and not any(r.refused for r in result.records):
+            for name, value in load_file(folder / "model.safetensors").items():
+                assert torch.equal(value, expected[name])
+    # The instants have to fall into the run, else nothing was tried.
+    assert unfinished >= times // 3

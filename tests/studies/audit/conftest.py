@@ -17,9 +17,14 @@ def target(*overrides):
     return Target.of(SimulationSetup.of(Plan.read(None, [*quick, *overrides])))
 
 
-def halved_noise(records, kernel, terms, draws):
-    quiet = {channel: sigma / 2 for channel, sigma in terms.sigmas.items()}
-    return private_oracle(records, kernel, dataclasses.replace(terms, sigmas=quiet), draws)
+def scaled_noise(factor, make=private_oracle):
+    """An oracle that adds so many times the noise."""
+
+    def scaled(records, kernel, terms, draws):
+        sigmas = {channel: factor * sigma for channel, sigma in terms.sigmas.items()}
+        return make(records, kernel, dataclasses.replace(terms, sigmas=sigmas), draws)
+
+    return scaled
 
 
 class Kernel:
@@ -80,7 +85,7 @@ class Realised:
 
 
 BROKEN = {
-    "noise halved": halved_noise,
+    "noise halved": scaled_noise(0.5),
     "clip not applied": lambda r, k, t, d: private_oracle(r, Unclipped(k), t, d),
     "weight not clamped": lambda r, k, t, d: private_oracle(r, Unclamped(k), t, d),
     "realised batch size": lambda r, k, t, d: Realised(private_oracle(r, k, t, d)),

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from scipy import stats
+from tests.studies.audit.conftest import scaled_noise
 
 from fedpact.common.randomness.seeded import round_shares, seeded_generator
 from fedpact.studies.audit.noise import (
@@ -126,9 +127,7 @@ def by_draws(kind):
 
 
 def quiet_with_records(records, kernel, terms, draws):
-    factor = 0.7 if len(records.y) else 1.0
-    sigmas = {channel: factor * sigma for channel, sigma in terms.sigmas.items()}
-    return private_oracle(records, kernel, dataclasses.replace(terms, sigmas=sigmas), draws)
+    return scaled_noise(0.7 if len(records.y) else 1.0)(records, kernel, terms, draws)
 
 
 def slow(*kinds):

@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from scipy import stats
+from tests.studies.audit.conftest import scaled_noise
 
 from fedpact.common.errors import InputError, PlanError
 from fedpact.plan import Plan
@@ -79,12 +80,7 @@ def test_gradients_without_vmap_are_the_same(plain, monkeypatch):
 @pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (0.9, False)])
 def test_noise_level(factor, passes, fair):
     """Of three channels, by a chi-square test; a correct one fails for 0.1 % of seeds."""
-
-    def quieter(records, kernel, terms, draws):
-        sigmas = {channel: factor * sigma for channel, sigma in terms.sigmas.items()}
-        return fair.make(records, kernel, dataclasses.replace(terms, sigmas=sigmas), draws)
-
-    levels = levels_of(dataclasses.replace(fair, make=quieter))
+    levels = levels_of(dataclasses.replace(fair, make=scaled_noise(factor, fair.make)))
     told = {level.found.split(",")[0] for level in levels}
     assert told == {f"noise of {channel}" for channel in ("gradient", "loss", "below")}
     assert all(level.passed for level in levels) == passes
@@ -159,13 +155,9 @@ def test_one_run_passes_and_learns_with_less_noise(audited):
 def test_one_run_finds_a_mechanism_that_forgot_its_noise(audited):
     """Told apart at a small ε, which the bound of one run can exceed."""
     target = audited.target("rounds=5", "sampling_rate=0.5", "privacy.epsilon=0.5")
-
-    def silent(records, kernel, terms, draws):
-        sigmas = {channel: sigma / 1000 for channel, sigma in terms.sigmas.items()}
-        return target.make(records, kernel, dataclasses.replace(terms, sigmas=sigmas), draws)
-
     assert passes(target, 400)
-    assert not passes(dataclasses.replace(target, make=silent), 400)
+    silent = dataclasses.replace(target, make=scaled_noise(1e-3, target.make))
+    assert not passes(silent, 400)
 
 
 def test_one_run_guesses_only_what_it_may(audited):
