@@ -33,6 +33,7 @@ BAD = [
     ("partition.kind=sharded", ["partition.kind", "sharded", "dirichlet"]),
     ("partition.nonsense=1", ["partition.nonsense", "beta"]),
     ("rounds=true", ["rounds is True", "integer"]),
+    ("rounds='5'", ["rounds is '5'", "integer"]),
     ("privacy.epsilon=true", ["privacy.epsilon is True", "number"]),
     ("privacy.epsilon=[1.0, -2.0]", ["privacy.epsilon.1 is -2.0", "greater than 0"]),
     ("privacy.per_site.site-00.bogus=1", ["per_site.site-00.bogus", "sampling_rate"]),

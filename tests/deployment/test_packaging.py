@@ -20,6 +20,7 @@ import torch
 import yaml
 from tests.deployment.conftest import free_port
 from tests.deployment.test_processes import spawner
+from tests.waiting import wait_for
 from typer.testing import CliRunner
 
 from fedpact.cli.main import app
@@ -27,9 +28,11 @@ from fedpact.common.errors import DataError, FedpactError, TransportLost
 from fedpact.deployment import packaging, processes
 from fedpact.deployment.federation import Federation
 from fedpact.deployment.flower.program import find_outage
-from fedpact.deployment.site_records import SiteSettings
+from fedpact.deployment.processes import die_with_parent
+from fedpact.deployment.site_records import SiteSettings, read_receipt
 
 ROOT = Path(__file__).parents[2]
+FEDPACT = [sys.executable, "-c", "from fedpact.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")
@@ -313,3 +316,43 @@ def test_built_wheel_runs_a_federation(tmp_path, flower):
         assert done.returncode == 0, done.stderr
     assert (where / "deploy.lock").exists()
     assert "round 1" in done.stdout
+
+
+@pytest.mark.slow
+def test_five_run_by_the_commands_of_compose(packaged, tmp_path):
+    """As processes: /party is the directory that is mounted there, and the server's name here."""
+    where = tmp_path / "d"
+    shutil.copytree(packaged("compose"), where)
+    port = free_port()
+    for path in where.rglob("federation.toml"):
+        path.write_text(path.read_text().replace('"server:8443"', f'"127.0.0.1:{port}"'))
+    services = yaml.safe_load((where / "compose.yaml").read_text())["services"]
+    homes, started = {}, {}
+    for path in where.glob("sites/*/records"):
+        path.chmod(0o500)
+    try:
+        for name, service in services.items():
+            homes[name] = where / service["volumes"][0]["source"]
+            command = [
+                str(homes[name]) if word == "/party" else word for word in service["command"]
+            ]
+            with (homes[name] / "log.txt").open("wb") as log:
+                started[name] = subprocess.Popen(
+                    [*FEDPACT, *command], stdout=log, stderr=log, preexec_fn=die_with_parent
+                )
+        wait_for(
+            lambda: started["server"].poll() is not None or not find_outage(homes["site-00"]), where
+        )
+        wait_for(lambda: started["server"].poll() is not None, where)
+        assert started["server"].returncode == 0, (homes["server"] / "log.txt").read_text()
+        for name in homes.keys() - {"server"}:
+            assert started[name].poll() is None
+            # What each has spent lies in the ledger's own directory.
+            assert read_receipt(homes[name] / "ledger" / "ledger.jsonl")["runs"]
+            assert (homes[name] / "run" / "summary.json").exists()
+    finally:
+        for process in started.values():
+            process.terminate()
+        for process in started.values():
+            process.wait()
+    assert {p.returncode for n, p in started.items() if n != "server"} == {128 + 15}

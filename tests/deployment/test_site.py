@@ -314,3 +314,22 @@ def test_ledgers_replies_and_memory_are_private_files(make, tmp_path):
         *("site.key", "records.npz"),
     }
     assert {"plan.json", "federation.toml", "ca.crt"}.isdisjoint(private)
+
+
+def test_memory_follows_included_rounds_across_restart(make, tmp_path):
+    """fedfdp keeps its loss bound. What round 1 left is used by round 3 only if the server says
+    that it included round 1; round 2's, which it did not include, is dropped."""
+    whole = make(tmp_path / "fedfdp", algorithm="fedfdp", settings={})
+    directory = whole / "sites" / "site-00"
+
+    def bound(version):
+        run = Federation.read(directory / "federation.toml").run
+        return from_bytes(stored(directory, f"{run}/memory")).numbers[f"{version}/loss_bound"]
+
+    for number, included in ((1, -1), (2, 1), (3, 1)):
+        with Site(directory) as site:
+            task = task_of(site, number, included, numbers={"loss": 2.0})
+            assert isinstance(from_bytes(site.handle(task)), Reply)
+        if number == 1:
+            first = bound("new")
+    assert bound("old") == first

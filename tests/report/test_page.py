@@ -347,3 +347,14 @@ def test_a_persons_odds_count_evaluations(build, split_by, expected):
 def test_the_partition_of_few_sites_has_its_counts_written(build):
     chart = charts.draw_labels(read_run(build(["a", "b"])))
     assert [text.get_text() for text in chart.axes[1].texts] == ["1", "10", "11"]
+
+
+@pytest.mark.slow
+@pytest.mark.drawn
+def test_figures_have_room_for_long_names(build):
+    # matplotlib warns where a figure's decorations leave no room; the suite makes that an error.
+    names = [f"a-very-long-name-of-a-hospital-{i}" for i in range(20)]  # more are not named
+    classes = tuple(f"a-very-long-name-of-a-label-{i}" for i in range(30))
+    allowed = [1.23456 + i % 4 for i in range(20)]
+    found = page(build(names, labels=classes, budgets=allowed))
+    assert len(found.titles()) == 6

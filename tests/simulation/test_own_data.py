@@ -183,3 +183,12 @@ def test_a_run_whose_sites_the_records_count_is_found_again(tmp_path):
     assert has_ended(Job("a", plan.seed, plan, run))
     with pytest.raises(PlanError, match="sites is 3 there and 2 now"):
         fedpact.run(Plan.parse({**raw, "sites": 2}), out=run)
+
+
+def test_a_folder_without_a_run_error_suggests_one(tmp_path):
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "federation.toml").write_text("")
+    with pytest.raises(DataError, match=r"not a run: .* deployment is in .*server.run"):
+        fedpact.load(tmp_path)
+    with pytest.raises(DataError, match="not a run: give the folder"):
+        fedpact.load(tmp_path / "nowhere")

@@ -296,3 +296,25 @@ def test_compare_accepts_models_and_records_as_run_does(tmp_path):
             assert torch.equal(a, b)
     again = fedpact.compare(plans, seeds=1, out=tmp_path / "both", data=(X, Y))
     assert [e.name for e in again.entries] == ["narrow", "wide"]
+
+
+def test_a_run_that_fails_here_leaves_the_others(tmp_path):
+    """As runs in processes of their own do."""
+
+    def broken():
+        raise RuntimeError("no model today")
+
+    plans = {"good": fedpact.Plan(model=local(2), **SETTINGS),
+             "bad": fedpact.Plan(model=broken, **SETTINGS)}  # fmt: skip
+    found = fedpact.compare(plans, seeds=1, out=tmp_path / "c", data=(X, Y))
+    missing = {entry.name: dict(entry.missing) for entry in found.entries}
+    assert missing["good"] == {}
+    assert "no model today" in missing["bad"][0]
+
+
+def test_a_tables_test_set_may_be_arrays_in_its_order(tmp_path):
+    file, dropped = tmp_path / "test.npz", PlanRecords(drop=["id"])
+    np.savez(file, x=X[:7], y=Y[:7])
+    found = from_python(FRAME, dropped, "ill", test=file)
+    assert found.features == ("a", "b", "c")
+    assert torch.equal(found.x_test, torch.from_numpy(X[:7]))
