@@ -5,15 +5,17 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld import privacy_loss_distribution as library
+from scipy import fft, stats
 from scipy.optimize import brentq
 from scipy.special import ndtr
 from tests.recounted import gaussian_delta
 
-from fedpact.privacy.accounting import calibration, group_privacy, pld
+from fedpact.privacy.accounting import calibration, gaussian, group_privacy, pld
 from fedpact.privacy.accounting.accountant import Budget
 
 
@@ -44,34 +46,60 @@ def test_compositions_are_above_their_closed_form_by_little(sigma, count):
         assert found <= 1.003 * exact
 
 
-@pytest.mark.parametrize(("delta", "rounded"), [(1e-5, 1e-8), (1e-20, 1e-4)])
-def test_rounding_of_transforms_is_charged_to_delta(monkeypatch, delta, rounded):
-    """Tilted masses, too: at 1e-20 there is no bound without."""
-    term = (0.1, 2.0, 1000)
-    found = pld.pld_epsilon([term], delta)
-    assert found < math.inf
-    monkeypatch.setattr(pld, "fft_rounding", lambda count: rounded)
-    assert pld.pld_epsilon([term], delta) > 1.0001 * found
+@pytest.mark.parametrize(("sigma", "count"), [(0.5, 10_000), (1.0, 100_000)])
+def test_losses_in_the_thousands_cost_no_less_than_exact(sigma, count):
+    """Masses that are tilted as much are no floats without the tilt."""
+    exact = gaussian.gaussian_epsilon(math.sqrt(count) / sigma, 1e-9)
+    assert 10_000 < exact <= pld._by_grid([(1.0, sigma, count)], 1e-9) <= 1.003 * exact
 
 
+@pytest.mark.parametrize("delta", [1e-5, 1e-20])
 @pytest.mark.parametrize("module", [pld, group_privacy])
-def test_rounding_of_transforms_never_lowers_epsilon(monkeypatch, module):
-    """The worst rounding: a relative error of count + log2(size) units in the last place takes all
-    of it off δ(ε). ε is no smaller then than by transforms without any, whose δ is not lowered.
-    """
-    q, sigma, count, delta = 0.015, 1.1, 716, 1e-9
-    error, solve = (count + 20) * 2.0**-52, pld._solve
-
+def test_rounding_of_transforms_is_charged_to_delta(monkeypatch, module, delta):
     def epsilon():
+        terms = ((0.1, 2.0, 1000),)
         if module is pld:
-            return pld.pld_epsilon([(q, sigma, count)], delta)
-        return group_privacy._epsilon.__wrapped__(((q, sigma, count),), delta, 2)
+            return pld.pld_epsilon(terms, delta)
+        return group_privacy._epsilon.__wrapped__(terms, delta, 2)
 
-    with monkeypatch.context() as without:
-        without.setattr(pld, "fft_rounding", lambda count: 0.0)
-        exact = epsilon()
-    monkeypatch.setattr(pld, "_solve", lambda m, x, d, s: solve(m, x, d + error, s))
-    assert exact <= epsilon() <= 1.001 * exact
+    found, convolve = epsilon(), pld.convolve
+
+    def rounds_more(*arguments):
+        composed, lost = convolve(*arguments)
+        return composed, 1e5 * lost
+
+    monkeypatch.setattr(pld, "convolve", rounds_more)
+    assert (1 + 1e-6) * found < epsilon() < math.inf
+
+
+def sum_of(*masses):
+    """Masses of sums by transforms with eleven more bits."""
+    wave = 1
+    for mass, count in masses:
+        wave = wave * pld._power(fft.rfft(mass.astype(np.longdouble), SIZE), count)
+    return fft.irfft(wave, SIZE)
+
+
+SIZE = 2**16 * 15
+SPREAD = stats.binom.pmf(range(401), 400, 0.5)
+CONCENTRATED = stats.poisson.pmf(range(40), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "masses",
+    [
+        [(SPREAD, 1)],
+        [(SPREAD, 2_000)],
+        [(CONCENTRATED, 10**8)],
+        [(CONCENTRATED, 10**4), (SPREAD, 300)],
+        [(np.array([1.0]), 10**6)],
+    ],
+    ids=["one", "spread", "concentrated", "both", "constant"],
+)
+def test_transforms_round_by_no_more_than_is_charged(masses):
+    masses = [(mass / mass.sum(), count) for mass, count in masses]
+    found, lost = pld.convolve(*zip(*masses, strict=True), SIZE)
+    assert np.linalg.norm((found - sum_of(*masses)).astype(float)) <= lost
 
 
 @pytest.mark.parametrize(
@@ -144,6 +172,32 @@ def test_many_small_releases_approach_their_central_limit(q, sigma, count):
     mu = q * math.sqrt(count * math.expm1(sigma**-2))
     limit = exact_epsilon(lambda e: gaussian_delta(mu, e), 1e-5, mu**2 / 2 + 8 * mu)
     assert pld.pld_epsilon([(q, sigma, count)], 1e-5) == pytest.approx(limit, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("usual", "loud", "delta"),
+    [
+        ((0.01, 1.0, 1000), (1e-9, 0.06, 1000), 1e-5),
+        ((0.02, 10.0, 200_000), (1e-9, 0.1, 10**5), 1e-3),
+    ],
+)
+def test_a_rare_loud_release_costs_its_probability(usual, loud, delta):
+    """Where no batch of it has the record, it has a loss of its rates' sum at most."""
+    _, _, count = loud
+    chance = loud[0] * count
+    found = pld._by_grid([usual, loud], delta)
+    assert pld._by_grid([usual], delta) <= found
+    assert found <= 1.001 * (pld._by_grid([usual], delta - chance) + chance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("q", "sigma", "count", "delta"), [(2.4e-6, 0.55, 2400, 6e-8)])
+def test_rare_releases_agree_with_dp_accounting(q, sigma, count, delta):
+    """Nearly all losses are small there, and ε is one large one's."""
+    theirs = PLDAccountant(value_discretization_interval=1e-4)
+    event = PoissonSampledDpEvent(q, GaussianDpEvent(sigma))
+    theirs.compose(SelfComposedDpEvent(event, count))
+    assert pld._by_grid([(q, sigma, count)], delta) <= 1.01 * theirs.get_epsilon(delta)
 
 
 def test_what_a_child_imports_is_not_imported_here():

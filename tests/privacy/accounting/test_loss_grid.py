@@ -75,9 +75,9 @@ def test_what_may_lie_outside_is_taken_off_delta(monkeypatch):
 
 def test_slack_between_points_is_that_of_the_point_before():
     """It falls in ε, and at ε it is at most that; the next point's would be too little."""
-    losses, mass = np.arange(4.0), np.array([0.0, 0.0, 0.0, 1.0])
-    slack = np.array([0.4, 0.2, 0.1, 0.0])
-    found = pld._solve(mass, losses, 0.9, slack)
+    losses, mass = np.arange(4.0), np.array([0.0, 0.0, 0.0, 8.0])
+    # Of this order all halves from one point to the next: 8 becomes 1, and 0.4 becomes 0.2.
+    found = pld._solve(mass, losses, 0.9, order=math.log(2), growth=0.0, slack=0.4, part=0.0)
     assert 1 < found < 2
     assert -math.expm1(found - 3) + 0.2 == pytest.approx(0.9)
 
@@ -86,7 +86,7 @@ def test_slack_between_points_is_that_of_the_point_before():
 def test_nan_never_makes_epsilon_small(where):
     mass = np.array([0.0, 0.0, 0.5, 0.5])
     mass[where] = math.nan
-    found = pld._solve(mass, np.arange(4.0), 1e-5, np.zeros(4))
+    found = pld._solve(mass, np.arange(4.0), 1e-5, order=0.0, growth=0.0, slack=0.0, part=0.0)
     assert found > where or found == math.inf
 
 
