@@ -82,6 +82,14 @@ def test_slack_between_points_is_that_of_the_point_before():
     assert -math.expm1(found - 3) + 0.2 == pytest.approx(0.9)
 
 
+def test_slack_costs_as_much_where_there_is_no_mass():
+    with np.errstate(all="ignore"):
+        found = pld._solve(
+            np.zeros(4), np.arange(4.0), 0.1, order=math.log(2), growth=0.0, slack=0.4, part=0.0
+        )
+    assert found == pytest.approx(2)
+
+
 @pytest.mark.parametrize("where", [0, 2, 3])
 def test_nan_never_makes_epsilon_small(where):
     mass = np.array([0.0, 0.0, 0.5, 0.5])

@@ -379,7 +379,7 @@ def _solve(
     i = int(within[0])
     missing = slack * np.expm1(order * (losses[i] - losses[max(i - 1, 0)]))
     left = float(above[i] + missing - room[i])
-    ratio = left / float(shrunk[i]) if i > 0 and left > 0 else 0.0
+    ratio = float(np.divide(left, shrunk[i])) if i > 0 and left > 0 else 0.0
     found = float(losses[i]) + math.log(ratio) if ratio > 0 else -math.inf
     return min(found, float(losses[i])) if found >= 0 else float(losses[i])
 
