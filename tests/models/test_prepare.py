@@ -60,10 +60,10 @@ class Experts(nn.Linear):
 
 
 def test_experts_are_computed_by_batched_products():
-    model = Experts(3, 2)
+    model = nn.Sequential(Experts(3, 2))
     found = fedpact.prepare(model)
-    assert "grouped_mm" in next(find_obstacles(model))
-    assert (found.left, found.model.config._experts_implementation) == ((), "batched_mm")
+    assert "grouped_mm, for all records at once (0)" in next(find_obstacles(model))
+    assert (found.left, found.model[0].config._experts_implementation) == ((), "batched_mm")
 
 
 def test_half_precision_becomes_float32():

@@ -347,18 +347,26 @@ def test_way_is_found_once_and_on_dummy_records(reference, monkeypatch):
     assert torch.equal(way.losses(x, y), of_others)
 
 
-def test_a_model_that_raises_at_zeros_is_left_to_vmap(reference, monkeypatch):
-    def fails(self, x, y):
-        raise RuntimeError("nobody takes zeros")
+class AtTheEnd(nn.Module):
+    """As encoder-decoder classifiers answer: at the last 2 of a sequence, which zeros have not."""
 
-    with monkeypatch.context() as patched:
-        patched.setattr(per_record.Alone, "_run_by_vmap", fails)
-        patched.setattr(per_record.Alone, "_run_in_loop", fails)
-        model = FlatModel(nn.Linear(4, 2).double())
-        x, y = reference.data(16, 4), reference.data(16, 2, seed=1)
-        way = per_record.Alone(model, squared_error, x, y, "as the test wants it")
-    monkeypatch.setattr(per_record.Alone, "_run_in_loop", None)
-    assert len(way.losses(x, y)) == 16
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        ends = torch.masked_select(self.table(x), (x == 2)[..., None])
+        return self.last(ends.view(len(x), -1, 4)[:, -1])
+
+
+def test_a_model_that_fails_at_zeros_runs_in_a_loop():
+    model = AtTheEnd()
+    x, y = torch.tensor([[1, 0, 2], [4, 3, 2], [2, 0, 1]]), torch.arange(3)
+    kernel = PerSampleKernel(FlatModel(model), cross_entropy)
+    assert kernel.way(x, y) == "records"
+    nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(kernel.clipped_sum(x, y, math.inf), expected)
 
 
 @pytest.mark.parametrize(

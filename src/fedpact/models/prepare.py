@@ -81,11 +81,6 @@ def prepare(
 
 def find_obstacles(model: nn.Module) -> Iterator[str]:
     """Yield what prevents private training of a model, each with its remedy."""
-    if _mixes_by_group(model):
-        yield (
-            "experts are computed by grouped_mm, for all records at once: fedpact.prepare(model) or"
-            " model.set_experts_implementation('batched_mm')"
-        )
     for holds, told in _OBSTACLES:
         if names := _list_names(model, holds):
             yield told.format(list_some(names, _FEW))
@@ -144,6 +139,11 @@ def _in_lists(model: nn.Module) -> Iterator[str]:
                 yield f"{name}.{key}".removeprefix(".")
 
 
+def _mixes_by_group(layer: nn.Module) -> bool:
+    kind = getattr(getattr(layer, "config", None), "_experts_implementation", None)
+    return kind == "grouped_mm" and hasattr(layer, "set_experts_implementation")
+
+
 def _iterates(layer: nn.Module) -> bool:
     """Whether a layer has a spectral norm, as a hook or a parametrisation."""
     hooks: list[Any] = list(cast(Any, layer)._forward_pre_hooks.values())
@@ -174,6 +174,11 @@ def _masks_spans(layer: nn.Module) -> bool:
 
 _OBSTACLES: Final[tuple[tuple[Callable[[nn.Module], bool], str], ...]] = (
     *MIXING,
+    (
+        _mixes_by_group,
+        "experts are computed by grouped_mm, for all records at once ({}): fedpact.prepare(model) "
+        "or set_experts_implementation('batched_mm')",
+    ),
     (
         _iterates,
         "spectral norm changes a vector of its own in every pass ({}): "
@@ -209,21 +214,18 @@ def _change_alike(model: Any) -> Iterator[str]:
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
         model.float()
         yield "weights of half precision are float32"
-    if getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()
-        yield "gradient checkpointing is off"
-    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if kind not in (None, "eager", "sdpa") and hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation("sdpa")
-        yield f"attention by torch's own kernel in place of {kind}"
-    if _mixes_by_group(model):
-        model.set_experts_implementation("batched_mm")
-        yield "experts are computed by batched products instead of grouped_mm"
-
-
-def _mixes_by_group(model: nn.Module) -> bool:
-    kind = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    return kind == "grouped_mm"
+    # A model of transformers may be part of another; its parts share its configuration.
+    for part in model.modules():
+        if getattr(part, "is_gradient_checkpointing", False):
+            part.gradient_checkpointing_disable()
+            yield "gradient checkpointing is off"
+        kind = getattr(getattr(part, "config", None), "_attn_implementation", None)
+        if kind not in (None, "eager", "sdpa") and hasattr(part, "set_attn_implementation"):
+            part.set_attn_implementation("sdpa")
+            yield f"attention by torch's own kernel in place of {kind}"
+        if _mixes_by_group(part):
+            part.set_experts_implementation("batched_mm")
+            yield "experts are computed by batched products instead of grouped_mm"
 
 
 def _list_names(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:

@@ -108,7 +108,7 @@ class Alone:
         """Whether vmap can batch the trace, tried once on zeros of the form of x, y.
 
         If it were tried on records, one of them could change the last bits of all the others'
-        gradients. Later a batch that vmap does not take raises.
+        gradients. Where the model itself fails on zeros, the loop is certain to be right.
         """
         if own_tables(self._one.nodes, self._one.entered):
             told = "vmap would look up one record's entries in another's table"
@@ -119,16 +119,11 @@ class Alone:
         numbers = PassNumbers.of_records(lambda: 0, x, y, leading=True) if draws else None
         with without_fused_draws(self._model), drawing(numbers):
             why = _error(self._run_by_vmap, x, y)
-        # An error at zeros that the loop raises too comes from the model, not from vmap. vmap never
-        # takes a data-dependent size, as of x[x > 0], nor draws that belong to no known record.
-        varying = "dynamic shape" in str(why) or isinstance(why, ModelError)
-        others = isinstance(why, RuntimeError) and not varying
-        taken = not varying and (not others or _error(self._run_in_loop, x, y) is not None)
-        if taken:
+        if why is None:
             self._announce(logging.INFO, "vmap differentiates it record by record")
         else:
             self._announce(logging.WARNING, _LOOPED.format(_first_line(why)))
-        return taken
+        return why is None
 
     def _rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._run_by_vmap(x, y) if self._by_vmap else self._run_in_loop(x, y)
