@@ -399,8 +399,10 @@ def test_the_page_is_held_against_the_papers_tables(tmp_path, monkeypatch):
 | --- | --- | --- |
 | **R_s = R_c** | | **ALI** |
 | 1 | printed | 10.01 |
+| 1 | CNN | 9.00 ± 1.00 |
 | **R_s = R_c/2** | | **ALI** |
 | 1 | printed | 30.03 |
+| 1 | CNN | 9.00 ± 1.00 |
 
 ### CIFAR-10
 
@@ -408,8 +410,10 @@ def test_the_page_is_held_against_the_papers_tables(tmp_path, monkeypatch):
 | --- | --- | --- |
 | **R_s = R_c** | | **ALI** |
 | 1 | printed | 20.02 |
+| 1 | CNN | 9.00 ± 1.00 |
 | **R_s = R_c/2** | | **ALI** |
 | 1 | printed | 40.04 |
+| 1 | CNN | 9.00 ± 1.00 |
 
 ### Table 9: of X
 
@@ -431,7 +435,10 @@ def test_the_page_is_held_against_the_papers_tables(tmp_path, monkeypatch):
         ("Table 9: of X", "Table 8", "X has ['11.11', '3.0e8'], on the page []"),
         ("20.02", "30.03", "ALI-DPFL has ['10.01', '20.02', '30.03', '40.04']"),
         ("not run [1]", "not run [2]", "no command for 2"),
-        ("10.00 ± 1.00", "", "a cell is empty"),
+        ("10.00 ± 1.00", "", "a cell has no figure"),
+        ("10.00 ± 1.00", "-", "a cell has no figure"),
+        ("| 1 | CNN | 9.00 ± 1.00 |\n", "", "a row is missing"),
+        ("30.03 |\n| 1 | CNN | 9.00 ± 1.00 |", "30.03 |", "a row is missing"),
     ):
         found = list(check.faults(page.replace(old, new), tmp_path))
         assert any(said in fault for fault in found), (said, found)

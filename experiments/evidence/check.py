@@ -5,12 +5,15 @@ them in another arrangement, from which the same rows are put together.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 # "98.67±plus-or-minus\pm±0.09" is an accuracy and a deviation, which the page leaves out.
 _CELL: Final = re.compile(r"(?<![±\d.e])(\d\d\.\d\d|\d\.\d(?:e-?\d+|-\d))(?![\d.])")
+# What a cell has after those of its line's name: a number, "not finite" or "not run".
+_FIGURE: Final = re.compile(r"\d|not (finite|run)")
 _NOT_RUN: Final = re.compile(r"not run \[(\d+)\]")
 _IMAGES: Final = ("### Fashion-MNIST", "### CIFAR-10")
 Rows = dict[str, list[str]]
@@ -62,10 +65,9 @@ def on_page(here: str) -> Rows:
     """
     found: Rows = {}
     for line, cells, head in _lines(here):
-        method = next((at for at, name in enumerate(head) if name in ("method", "")), 0)
         own = [cells[at] for at, name in enumerate(head) if "printed" in name]
         own = own or re.findall(r"\(printed ([^)]*)\)", line)
-        found.setdefault(cells[method], []).extend(c for one in own for c in _CELL.findall(one))
+        found.setdefault(cells[_name_at(head)], []).extend(c for one in own for c in _CELL.findall(one))
     return found
 
 
@@ -83,6 +85,10 @@ def of_ali(page: str, blocks: tuple[str, ...]) -> Rows:
                         row = found.setdefault("ALI-DPFL" if name == "ALI" else name, [])
                         row.extend(_CELL.findall(cell))
     return found
+
+
+def _name_at(head: list[str]) -> int:
+    return next((at for at, name in enumerate(head) if name in ("method", "setting", "")), 0)
 
 
 def _lines(here: str) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -115,9 +121,15 @@ def faults(page: str, papers: Path) -> Iterator[str]:
             if cells not in same or sum(parts) < len(same):
                 yield f"{name}, {begin}: {method} has {cells}, on the page {same}"
     for heading in (*_IMAGES, *(head for *_, head in TABLES)):
-        for line, cells, _ in _lines(section(page, heading)):
-            if "" in cells[1:] and not line.startswith("| **") and "best, " not in line:
-                yield f"{heading}: a cell is empty in {line}"
+        rows = [row for row in _lines(section(page, heading)) if not row[0].startswith("| **")]
+        for line, cells, head in rows:
+            figures = cells[_name_at(head) + 1 :]
+            if "best, " not in line and not all(map(_FIGURE.match, figures)):
+                yield f"{heading}: a cell has no figure in {line}"
+        if heading in _IMAGES:  # each printed row is measured in each of the settings
+            counts = Counter(cells[1] for _, cells, _ in rows)
+            if len(counts) == 1 or len({*counts.values()}) > 1:
+                yield f"{heading}: a row is missing of {dict(counts)}"
     for line in page.splitlines():
         if unknown := set(_NOT_RUN.findall(line)) - listed:
             yield f"no command for {', '.join(sorted(unknown))} in {line}"
