@@ -104,6 +104,14 @@ def test_apfls_own_model_is_the_sites_best_at_its_fixed_point():
         torch.testing.assert_close(one, SITES[name].b, rtol=0, atol=1e-10)
 
 
+def test_apfls_own_part_moves_by_its_share_of_the_step():
+    """From v = w the site's model has both's gradient g: v - η α g, with α = 1/4."""
+    settings, site = apfl.Settings(learning_rate=0.1, own_share=0.25), SITES["b"]
+    local = apfl.local(Task("run", 1, "apfl", {"w": START}, {}), site, State(), settings)
+    expected = START - 0.1 * 0.25 * site.gradient(START)
+    torch.testing.assert_close(local.memory.vectors["v"], expected, rtol=0, atol=1e-14)
+
+
 def test_fedrep_trains_the_head_first_and_then_the_body():
     """By hand, of one round at site b: its head twice, its body three times, from START."""
     settings = fedrep.Settings(learning_rate=0.1, head_steps=2, body_steps=3, head=1)

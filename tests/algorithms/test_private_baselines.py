@@ -55,6 +55,17 @@ def test_adap_dpfl_follows_the_length_of_its_gradients():
     assert later.memory.numbers["clip"] == pytest.approx(expected, rel=1e-9)
 
 
+def test_adap_dpfl_leaves_the_noise_out_of_the_length():
+    """A step's square has d v of noise: (3² + 4² - 2 · 8)^½ = 3."""
+    g = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    batch = SimpleNamespace(gradient=lambda w, weighting: g.clone())
+    oracle = SimpleNamespace(batches=lambda count, *_: iter([batch] * count), noise_variance=8.0)
+    algorithm = algorithms.load("adap_dpfl")
+    task = Task("run", 1, "adap_dpfl", {"w": torch.zeros(2, dtype=torch.float64)}, {})
+    local = algorithm.local(task, oracle, State(), algorithm.Settings(local_steps=1))
+    assert local.memory.numbers["first"] == pytest.approx(3.0, rel=1e-12)
+
+
 @pytest.mark.parametrize("power", [1.0, 2.0**100])
 @pytest.mark.parametrize(("length", "clip"), [(1e9, 0.1), (1e-9, 2.0), (0.0, 1.0)])
 def test_adap_dpfl_keeps_its_clip_within_bounds(length, clip, power):

@@ -190,6 +190,19 @@ def test_proxskip_reaches_the_optimum_whatever_the_coins(communication):
     torch.testing.assert_close(w, OPTIMUM, rtol=0, atol=1e-11)
 
 
+def test_proxskips_control_variate_is_the_papers():
+    """h = (p/γ)(w̄ - x̂), and x̂ - (γ/p) h is sent: with another p it converges, only slower."""
+    settings, site = make("proxskip", learning_rate=0.1, communication=0.25), SITES["b"]
+    told = START + 1
+    memory = State({"w": START}, {"round": 1.0})
+    task = Task("run", 2, "proxskip", {"w": told}, {"local_steps": 1.0})
+    local = algorithms.load("proxskip").local(task, site, memory, settings)
+    h = 0.25 / 0.1 * (told - START)
+    ended = told - 0.1 * (site.gradient(told) - h)
+    torch.testing.assert_close(local.memory.vectors["h"], h, rtol=0, atol=1e-14)
+    torch.testing.assert_close(local.vectors["w"], ended - 0.1 / 0.25 * h, rtol=0, atol=1e-14)
+
+
 def test_proxskips_rounds_are_as_long_as_the_coin_says():
     """2,000 geometric lengths of mean 1/p = 4: their mean spreads by 0.08; five of that."""
     algorithm, settings = algorithms.load("proxskip"), make("proxskip", communication=0.25)
