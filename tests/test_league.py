@@ -92,6 +92,14 @@ def test_a_clear_winner_is_found():
     assert page.ahead({"fedavg": [1.0, 2.0]}) == {}
 
 
+def test_a_lead_says_how_unlike_its_own_deviation_is():
+    """By hand: differences -1, 0, 1 deviate by 1/√3; residuals ±1/3, ±2/3 sum to 4/3 of 4."""
+    means = {"fedavg": [80.0] * 3, "even": [81.0] * 3, "wild": [79.0, 80.0, 81.0]}
+    found = page.ahead(means)
+    assert found["wild"].unlike == pytest.approx(math.sqrt(1 / 3) / math.sqrt(4 / 3 / 4 * 2 / 3))
+    assert found["even"].unlike == 0
+
+
 def test_holm_is_its_step_down_rule():
     """Of 0.01, 0.02, 0.03, 0.9: 4 x 0.01, 3 x 0.02, 2 x 0.03, 0.9, each at least the one before."""
     p = {("x", float(i), "a"): p for i, p in enumerate((0.02, 0.9, 0.01, 0.03))}

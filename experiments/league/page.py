@@ -28,6 +28,7 @@ from fedpact.privacy.accounting.calibration import smallest_scale
 
 BEFORE, ERROR = "fedavg", 0.05
 ALL_OF_IT = 0.98
+UNLIKE = 1.5
 TRIED = len(TAUS) * len(FACTORS)
 Means = dict[str, list[float]]
 """Entrant -> its means, one per seed, in per cent."""
@@ -36,10 +37,14 @@ Where = tuple[str, float, str]
 
 
 class Lead(NamedTuple):
-    """Points ahead of FedAvg, and the uncorrected p-value of the difference."""
+    """Points ahead of FedAvg, and the uncorrected p-value of the difference.
+
+    unlike: the deviation of the entrant's own differences over the pooled one.
+    """
 
     points: float
     p: float
+    unlike: float
 
 
 def cost(of: float, delta: float, runs: int) -> float:
@@ -67,8 +72,11 @@ def ahead(means: Mapping[str, Sequence[float]]) -> dict[str, Lead]:
     pooled = math.sqrt(float((rest**2).sum()) / max(1, freedom) * 2 / values.shape[1])
     own = (values - values[names.index(BEFORE)]).std(1, ddof=1) / math.sqrt(values.shape[1])
     of = dict(zip(names, np.maximum(pooled, own), strict=True))
+    unlike = dict(zip(names, own / (pooled or math.inf), strict=True))
     return {
-        name: Lead(points, float(2 * student.sf(abs(points) / of[name], freedom)))
+        name: Lead(
+            points, float(2 * student.sf(abs(points) / of[name], freedom)), float(unlike[name])
+        )
         for name, points in found.items()
     }
 
@@ -125,6 +133,15 @@ class League:
                 ]
                 cells += [self._beyond(data, e, 1), self._beyond(data, e, -1)]
                 yield f"| {' | '.join(cells)} | {len(means)} of {len(entrants())} |"
+
+    def unlike(self) -> list[str]:
+        """Return the significant leads whose own deviation is above UNLIKE times the pooled one."""
+        found = dict[str, list[str]]()
+        for (data, e, name), lead in self.leads.items():
+            if self.beyond((data, e, name)) and lead.unlike > UNLIKE:
+                title = DATA[data].title.split(",")[0]
+                found.setdefault(f"{name} on {title}", []).append(f"{e:g}")
+        return [f"{what} (ε = {', '.join(at)})" for what, at in found.items()]
 
     def _lead(self, where: Where) -> tuple[str, str]:
         if where not in self.leads:
@@ -219,7 +236,7 @@ Which algorithm is best on which data, at the same (ε, δ) per record and site,
 * **Selection rule**: each cell tries τ = {", ".join(map(str, TAUS))} with learning rates {", ".join(f"{f:g}" for f in FACTORS)} times the data set's reference rate divided by τ: {TRIED} runs on three quarters of the training records. The setting with the best mean over the sites on the last quarter is chosen. The figures come from {len(SEEDS)} other seeds.
 * **Cost of the selection**: it spends ε too, which no figure below includes. For an observer of all {TRIED} runs of one cell, at δ = 1e-5, ε is {price}. The selection uses exact accuracies on the records set aside.
 * **Figures**: accuracy in per cent on the records that each site holds out, of the model that the site uses, averaged over the sites; mean ± standard deviation over the seeds. "vs FedAvg" is the difference in points, bold if significant.
-* **Significance**: the residual of a figure after removing the means of its entrant and its seed is noise. Its variance is pooled for each ε of a data set (an entrant whose differences vary more has its own variance). A lead has a p-value by Student's t. Holm's rule corrects all leads on this page together: if all entrants were equal and varied alike, 19 of 20 such pages would show no significant lead. Results added later count too.
+* **Significance**: the residual of a figure after removing the means of its entrant and its seed is noise. Its variance is pooled for each ε of a data set (an entrant whose differences vary more has its own variance). A lead has a p-value by Student's t. Holm's rule corrects all leads on this page together: if all entrants were equal and varied alike, 19 of 20 such pages would show no significant lead. Results added later count too. Three seeds do not tell how much one entrant varies: where one varies four times as much as the others, 4 of 10 pages would show a significant lead by chance. So these leads, whose own deviation is above {UNLIKE:g} times the pooled one, are less certain: {", ".join(league.unlike()) or "none"}.
 
 All entrants share one grid of τ and learning rates. An algorithm with more settings, such as λ of `fedfdp`, could gain by tuning them, at a cost in ε.
 
