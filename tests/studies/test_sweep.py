@@ -57,6 +57,11 @@ def test_names_of_long_sweeps_stay_short_and_differ():
     assert all(len(name) <= 100 for name in entries)
 
 
+def test_a_large_number_is_not_named_as_a_small_one():
+    entries, _ = expand_sweep({"a": PLAN}, {"settings.learning_rate": [1e16, 1e-16]})
+    assert list(entries) == ["a-learning_rate-1e16", "a-learning_rate-1e-16"]
+
+
 def test_derived_keys_follow_a_swept_key():
     (few, many), _ = (
         list(part.values())
