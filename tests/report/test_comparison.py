@@ -319,6 +319,17 @@ def test_weights_are_identified_by_their_digest():
     assert [d.key for d in differences({"one": same[0], "two": other})] == ["initial.sha256"]
 
 
+def test_a_run_worse_than_before_training_is_marked(tmp_path):
+    """Of losses 1 - accuracy: a model that diverges may stay finite; who said so says it once."""
+    put(tmp_path, "one", 0, {0: 0.1, 2: 0.5})
+    put(tmp_path, "one", 1, {0: 0.5, 2: 0.1})
+    put(tmp_path, "two", 0, {0: 0.5, 2: 0.1}, status="diverged")
+    put(tmp_path, "two", 1, {1: 0.5, 2: 0.1})
+    one, two = read(tmp_path, ["one", "two"], [0, 1]).entries
+    assert one.statuses == "1 × worse than before training"
+    assert two.statuses == "1 × diverged"
+
+
 @pytest.mark.drawn
 def test_a_missing_seed_is_named_and_unequal(tmp_path):
     put(tmp_path, "one", 0, {0: 0.1, 2: 0.5})

@@ -243,6 +243,9 @@ class Entry:
     def statuses(self) -> str:
         """How its runs ended, and which are missing."""
         ends = [run.status for run in self.runs if run.status != "finished"]
+        # A model that diverges may stay finite to the end.
+        worse = [run for run in self.runs if run.worse and run.status != "diverged"]
+        ends += ["worse than before training"] * len(worse)
         told = [f"{ends.count(end)} × {end}" for end in dict.fromkeys(ends)]
         if self.missing:
             told.append(f"missing: seed {', '.join(map(str, sorted(self.missing)))}")

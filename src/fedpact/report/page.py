@@ -187,13 +187,10 @@ def _learning_cards(run: RunSummary) -> Iterator[CardFigure]:
             note += count_noun(records, "test record")
         if against := against_majority_class(last.accuracy, run.summary.get("commonest")):
             note += f"; {against}"
-        before, after = first.loss, last.loss
-        worse = before is not None and after is not None and not after <= before
-        worse &= first.round == 0
-        if worse:
+        if run.worse:
             note += f"; a loss of {number(first.loss)} before training: lower the learning rate"
         headline = headline_metric(last.accuracy, last.loss)
-        yield CardFigure(*headline, note, bad=worse, simulator_only=pooled)
+        yield CardFigure(*headline, note, bad=run.worse, simulator_only=pooled)
         if last.average:
             kind = last.describe_average(run.plan["server"]["average"])
             note = f"the {kind}; mean loss {number(last.average['loss'])}"

@@ -154,6 +154,14 @@ class RunSummary:
         return [record for record in self.records if record.accuracy is not None]
 
     @property
+    def worse(self) -> bool:
+        """Whether the loss is larger than before training, or not a number."""
+        if not self.evaluated or self.evaluated[0].round:
+            return False
+        first, last = self.evaluated[0].loss, self.evaluated[-1].loss
+        return first is not None and last is not None and not last <= first
+
+    @property
     def released(self) -> Document | None:
         """The last evaluation that sites released, as summary.json has it; None without one."""
         return self.summary.get("evaluation")
