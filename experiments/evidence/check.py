@@ -67,7 +67,9 @@ def on_page(here: str) -> Rows:
     for line, cells, head in _lines(here):
         own = [cells[at] for at, name in enumerate(head) if "printed" in name]
         own = own or re.findall(r"\(printed ([^)]*)\)", line)
-        found.setdefault(cells[_name_at(head)], []).extend(c for one in own for c in _CELL.findall(one))
+        found.setdefault(cells[_name_at(head)], []).extend(
+            c for one in own for c in _CELL.findall(one)
+        )
     return found
 
 
