@@ -98,7 +98,7 @@ CONCENTRATED = stats.poisson.pmf(range(40), 1e-4)
 )
 def test_transforms_round_by_no_more_than_is_charged(masses):
     masses = [(mass / mass.sum(), count) for mass, count in masses]
-    found, lost = pld.convolve(*zip(*masses, strict=True), SIZE)
+    found, lost = pld.convolve(*zip(*masses, strict=True), SIZE, np.float64)
     assert np.linalg.norm((found - sum_of(*masses)).astype(float)) <= lost
 
 

@@ -10,9 +10,10 @@ Grid     The outcomes with losses between neighbours a < b of a grid, of mass p 
          release: δ(ε) can only grow. (It is to connect the dots: Doroshenko, Ghazi, Kamath, Kumar,
          Manurangsi, arXiv 2207.04380.)
 Compose  Losses add, so distributions convolve: here as powers of one Fourier transform. What the
-         transforms round is a part of all mass. Where that is much beside δ, masses are multiplied
-         by e^(cL) before, and divided by it afterwards, so that most mass lies near ε: then it is
-         that part of e^(-cε) E[e^(cL)] only, about δ. Either way it is taken off δ.
+         transforms round is at most a proven part of all mass (`convolve`). Where that is much
+         beside δ, masses are multiplied by e^(cL) before, and δ(ε) is their sum with e^(-cL), so
+         that most mass lies near ε: then it is that part of e^(-cε) E[e^(cL)] only, about δ.
+         Either way it is taken off δ.
 Window   A loss above the transform's window would come back at its lower end, and be too cheap. How
          likely that is has Chernoff's bound; it is taken off δ, too. Whatever else comes back at
          another place only adds to δ(ε).
@@ -25,7 +26,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +52,9 @@ _LARGEST: Final = 2**22  # points of a grid
 _UNIT: Final = 2.0**-53
 _ROUNDED: Final = 1e-3  # of δ: where transforms may round more, masses are tilted
 _PLACED: Final = 2.0**-48  # of itself, and of 1: by how much a loss may be off on the grid
-_TRANSFORM: Final = 16 * _UNIT  # see `convolve`
+_TRANSFORM, _ADDED = 16, 10  # units in the last place, see `convolve`
+_TRIED: Final = 6
+_STRONG: Final = 16.0  # of a tilt times the longest loss: then longer floats take less tilt
 _BLOCK: Final = 512.0  # e to the power of as much is a float
 _DIGITS: Final = 2.0**-46  # to which the normal distribution function is exact, and more
 
@@ -59,7 +62,8 @@ _DIGITS: Final = 2.0**-46  # to which the normal distribution function is exact,
 def pld_epsilon(terms: Sequence[Term], delta: float) -> float:
     """Return an upper bound on the ε of all releases together at δ; inf where none is found.
 
-    terms: (q, σ, count) with count >= 1, each event once. Milliseconds to a second.
+    terms: (q, σ, count) with count >= 1, each event once. Takes milliseconds, or seconds
+    where δ is that of rare large losses, as with q T below 1 and small σ.
     """
     if not terms:
         return 0.0
@@ -256,13 +260,24 @@ def compose(
     # E (1 - e^(ε-L))+ <= E e^(cL) e^(-cε) max_y (1 - e^-y) e^(-cy): ε is somewhat below this.
     heights = ups - np.log1p(orders) - orders * np.log1p(1 / orders) - math.log(delta)
     near = float(np.nanmin(heights / orders))
-    # About which part of δ is rounded. With more tilt than needed, more lies above the window.
+    # About which part of δ is rounded.
     tilts = np.append(0.0, orders)
     rounded = np.exp(np.append(0.0, ups) - tilts * near) / np.sqrt(1 + tilts * step * size)
-    rounded *= sum(counts) * _TRANSFORM * math.log2(size) * math.sqrt(size) / delta
-    enough = np.flatnonzero(rounded <= _ROUNDED)
-    order = float(tilts[enough[0] if enough.size else np.nanargmin(rounded)])
-    return _tilted(releases, counts, step, size, losses, order, delta)
+    rounded *= sum(counts) * _TRANSFORM * _UNIT * math.log2(size) * math.sqrt(size) / delta
+    enough, kind = np.flatnonzero(rounded <= _ROUNDED), np.float64
+    if not enough.size or tilts[enough[0]] * longest > _STRONG:
+        rounded, kind = rounded * (np.finfo(np.longdouble).eps / 2 / _UNIT), np.longdouble
+        enough = np.flatnonzero(rounded <= _ROUNDED)
+    first = int(enough[0] if enough.size else min(np.nanargmin(rounded) + 1, len(tilts) - 1))
+    # The more tilt, the more of the masses lies above the window, and comes back at its lower end.
+    # Each order gives a bound; less tilt is tried as long as it gains.
+    found = math.inf
+    for order in tilts[first::-1][:_TRIED]:
+        before, c = found, float(order)
+        found = min(found, _tilted(releases, counts, step, size, losses, c, delta, kind))
+        if found > 0.999 * before:
+            break
+    return found
 
 
 def _tilted(
@@ -273,18 +288,19 @@ def _tilted(
     losses: FloatArray,
     order: float,
     delta: float,
+    kind: type[np.floating[Any]],
 ) -> float:
     """Return ε at δ, composed with masses times e^(cL) of order c; see `compose`.
 
-    size: of the transform. losses: at the points of its window from 0 up, as losses below 0 cost
-    nothing at any ε >= 0.
+    size, kind: of the transform. losses: at the points of its window from 0 up, as losses below 0
+    cost nothing at any ε >= 0.
     """
     masses, growth = list[FloatArray](), 0.0
     for release, count in zip(releases, counts, strict=True):
         mass = release.mass * np.exp(order * step * (release.low + np.arange(len(release.mass))))
         growth += count * math.log(total := float(mass.sum()))
         masses.append(mass / total)
-    composed, lost = convolve(masses, counts, size)
+    composed, lost = convolve(masses, counts, size, kind)
     # The transform holds a loss k at k - Σ t low, modulo its size.
     composed = np.roll(composed, sum(t * r.low for t, r in zip(counts, releases, strict=True)))
     infinite = math.fsum(t * r.infinite for t, r in zip(counts, releases, strict=True))
@@ -303,22 +319,30 @@ def _tilted(
 
 
 def convolve(
-    masses: Sequence[FloatArray], counts: Sequence[int], size: int
+    masses: Sequence[FloatArray], counts: Sequence[int], size: int, kind: type[np.floating[Any]]
 ) -> tuple[FloatArray, float]:
     """Return the sum's masses, modulo size, of so many of each, whose masses sum to 1.
 
-    And how far they may be off, as an l2 norm: a transform of n = size numbers is off by less than
-    16 log2(n) units of its own norm (Higham 2002, Theorem 24.2, has 7 for factors of 2; those of 3
-    and 5 take less than 11). As no number of a transform is above 1, a power of one is off by no
-    more than `count` times that, and by 3 units for every product.
+    And how far they may be off, as an l2 norm. kind: the floats to transform. A transform of n =
+    size numbers is off by less than 16 log2(n) units of its own norm (Higham 2002, Theorem 24.2,
+    has 7 for factors of 2; those of 3 and 5 take less than 11). And each of its numbers is off by
+    less than 10 log2(n) units of the sum of all masses, which is less where few have most: on the
+    way to it a mass is multiplied and added to others in as many steps (9 units for every factor of
+    3, where numbers may be 1.4 times as large, are the most). As no number of a transform is above
+    1, a power of one is off by no more than `count` times that, and by 3 units for every product.
     """
-    wave, one = np.ones(1, dtype=np.complex128), _TRANSFORM * math.log2(size)
-    lost = one
+    wave: NDArray[Any] = np.ones(1)
+    levels = math.log2(size)
+    lost = _TRANSFORM * levels
     for mass, count in zip(masses, counts, strict=True):
-        wave = wave * _power(np.fft.rfft(mass, size), count)
-        lost += count * (one + 4 * _UNIT) * float(np.linalg.norm(mass))
+        wave = wave * _power(np.fft.rfft(mass.astype(kind), size), count)
+        norm = float(np.linalg.norm(mass))
+        lost += count * (min(_TRANSFORM * norm, _ADDED) * levels + 4 * norm)
+    # As computed: there are machines, and versions of numpy, without longer floats.
+    lost *= float(np.finfo(wave.dtype).eps) / 2
     # What is off may be above 1, by √n of it at most, and so may be its powers.
-    return np.fft.irfft(wave, size), 1.1 * lost * math.exp(math.sqrt(size) * lost)
+    off = 1.1 * lost * math.exp(math.sqrt(size) * lost)
+    return np.fft.irfft(wave, size).astype(np.float64), off
 
 
 def _growth(
@@ -339,9 +363,9 @@ def _growth(
     return total
 
 
-def _power(wave: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
+def _power(wave: NDArray[Any], count: int) -> NDArray[Any]:
     """Return wave^count by squaring, much faster than the general power."""
-    result = np.ones(1, dtype=np.complex128)
+    result: NDArray[Any] = np.ones(1)
     while count:
         if count & 1:
             result = result * wave
