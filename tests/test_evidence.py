@@ -113,7 +113,6 @@ MADE_BEFORE = {
     "joining/results-fashion_mnist.json",
     "joining/results-fashion_mnist_features.json",
     "joining/tried-fashion_mnist.json",
-    "league/results-cifar10.json",
     "league/results-fashion_mnist.json",
     "lora/results.json",
     "noise_for_the_sum/results-cnn.json",
