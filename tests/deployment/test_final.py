@@ -3,7 +3,9 @@
 A site's answers are held against the server's: equal files, equal predictions.
 """
 
+import errno
 import json
+import os
 from contextlib import closing
 
 import numpy as np
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 
 from fedpact.api import load
 from fedpact.cli.main import app
-from fedpact.common.errors import DataError, PlanError
+from fedpact.common.errors import DataError, FedpactError, PlanError
 from fedpact.common.messages import FINAL, Refusal, Reply, Task, from_bytes
 from fedpact.deployment import final_model
 from fedpact.deployment.final_model import bring, describe_ending, keep, read_ending
@@ -163,6 +165,19 @@ def test_a_site_killed_before_its_model_is_written_has_none(site_dir, monkeypatc
         with pytest.raises(Killed):
             site.handle(Task("next", 5, FINAL, {"w": w}, {}, 5))
         assert site.ending is None
+    assert not take_snapshot(site_dir)["ended"]
+
+
+def test_a_full_disk_says_how_the_site_gets_its_model(site_dir, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(final_model, "write_whole", refuse)
+    with Site(site_dir) as site:
+        w = site.plan.method.init(torch.zeros(650)).vectors["w"]
+        told = f"{site_dir / 'run'} .No space left on device.: .*fedpact deploy model"
+        with pytest.raises(FedpactError, match=told):
+            site.handle(Task(site.run, 5, FINAL, {"w": w}, {}, 5))
     assert not take_snapshot(site_dir)["ended"]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedpact.algorithms.wrappers.released_scales import CONSTANTS
 from fedpact.client import read_memory
-from fedpact.common.errors import DataError, LedgerError, PlanError
+from fedpact.common.errors import DataError, FedpactError, LedgerError, PlanError
 from fedpact.common.files import read_json_table, write_whole
 from fedpact.common.messages import Task
 from fedpact.common.params import FlatModel, state_of
@@ -104,20 +104,27 @@ def _write(
     folder, of = Folder(files.directory / RUN), files.federation
     module = files.workshop.module()
     FlatModel(module).load(own_model(files, store, w, included))
-    folder.path.mkdir(exist_ok=True)
-    # The model is written last: once it exists, the other files do. That of an earlier run goes
-    # first, or a site that is killed in between would take it for this run's.
-    if read_json_table(folder.path / "summary.json").get("run") != of.run:
-        (folder.path / "model.safetensors").unlink(missing_ok=True)
-    folder.write_json("plan.json", files.plan.document())
-    given = RecordedForm(of.shape, of.values, of.classes, of.columns(files.plan))
-    stage, w = of.stage(files.plan, files.directory), FlatModel(module).vector
-    given.by(stage, files.workshop, w).write(folder)
-    if columns is not None:
-        folder.write_json(COLUMNS, columns)
-    said = {"run": of.run, "site": files.name, "status": status, "rounds": rounds}
-    folder.write_json("summary.json", said | _cost(files, rounds))
-    write_whole(folder.path / "model.safetensors", save_tensors(state_of(module)))
+    try:
+        folder.path.mkdir(exist_ok=True)
+        # The model is written last: once it exists, the other files do. That of an earlier run goes
+        # first, or a site that is killed in between would take it for this run's.
+        if read_json_table(folder.path / "summary.json").get("run") != of.run:
+            (folder.path / "model.safetensors").unlink(missing_ok=True)
+        folder.write_json("plan.json", files.plan.document())
+        given = RecordedForm(of.shape, of.values, of.classes, of.columns(files.plan))
+        stage, w = of.stage(files.plan, files.directory), FlatModel(module).vector
+        given.by(stage, files.workshop, w).write(folder)
+        if columns is not None:
+            folder.write_json(COLUMNS, columns)
+        said = {"run": of.run, "site": files.name, "status": status, "rounds": rounds}
+        folder.write_json("summary.json", said | _cost(files, rounds))
+        write_whole(folder.path / "model.safetensors", save_tensors(state_of(module)))
+    except OSError as error:
+        raise FedpactError(
+            f"the final model cannot be written to {folder.path} ({error.strerror}): nothing is "
+            "charged; mend this or free space, then start the server again, or run `fedpact deploy "
+            "model` here"
+        ) from error
 
 
 def read_ending(directory: Path, run: str) -> Mapping[str, Any] | None:
