@@ -35,7 +35,8 @@ def test_a_site_opens_after_an_approval_is_signed(unsigned):
         Site(unsigned)
     assert not (unsigned / "ledger.jsonl").exists()
     checked = CliRunner().invoke(app, ["deploy", "check", str(unsigned)]).output
-    assert "1 more approval needed" in " ".join(checked.split())
+    told = f"1 more approval needed: `fedpact deploy approve {unsigned} --by NAME`"
+    assert told in " ".join(checked.split())
     assert f"approve {unsigned}`" in take_snapshot(unsigned)["to_do"][0]
     approve(unsigned, "A. Owner")
     with Site(unsigned):

@@ -56,6 +56,7 @@ class SiteCheck:
     """
 
     site: str
+    directory: str
     run: str
     file: str
     size: float
@@ -96,6 +97,7 @@ def check_site(directory: Path) -> SiteCheck:
     path, member = directory / settings.records, federation.sites.get(settings.name)
     found = SiteCheck(
         site=settings.name,
+        directory=str(directory),
         run=federation.run,
         file=str(path),
         size=0.0 if member is None else member.size,

@@ -127,7 +127,7 @@ def print_check(found: SiteCheck) -> None:
         out.print(f"problem: {problem}", style="red")
     if found.approvals:
         needed = count_noun(found.approvals, "more approval")
-        out.print(f"{needed} needed: `fedpact deploy approve DIR --by NAME`")
+        out.print(f"{needed} needed: `fedpact deploy approve {found.directory} --by NAME`")
     bad = bool(found.problems)
     ready = "ready to start" + ", once approved" * bool(found.approvals)
     out.print("cannot start" if bad else ready, style="red" if bad else "green")
