@@ -85,7 +85,8 @@ def export(
     site = where if (where / "site.toml").exists() else None
     receipts = {str(path): strict(build_receipt(path, site)) for path in _ledgers(where)}
     if site is not None:
-        receipts = {path: sign_receipt(told, site) for path, told in receipts.items()}
+        # Others read it: the folders of this machine are none of their business.
+        receipts = {Path(at).name: sign_receipt(told, site) for at, told in receipts.items()}
     text = json.dumps(receipts, indent=2, allow_nan=False)
     write_whole(out, text.encode() + b"\n", private=False)
     how = "unsigned" if site is None else f"signed with {site / 'site.key'}"
