@@ -98,11 +98,9 @@ def expand_points(
                     raise PlanError(f"point {key}: {_ELSEWHERE[key]}")
                 if not has_key(plan, key):
                     raise PlanError(f"point {key}: it is {no_setting([plan.algorithm])}")
+            texts = [f"{key.rpartition('.')[2]}-{value}" for key, value in point.items()]
             # "1e+16" must not become "1e-16".
-            texts = [
-                f"{key.rpartition('.')[2]}-{value}".replace("e+", "e")
-                for key, value in point.items()
-            ]
+            texts = [re.sub(r"(?<=\de)\+", "", text) for text in texts]
             parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "value" for text in texts]
             entry = free_name(safe_name("-".join([name, *parts])), entries)
             entries[entry], at[entry] = change(plan, point), SweepPoint(name, point)

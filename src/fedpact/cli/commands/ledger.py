@@ -85,8 +85,9 @@ def export(
     site = where if (where / "site.toml").exists() else None
     receipts = {str(path): strict(build_receipt(path, site)) for path in _ledgers(where)}
     if site is not None:
-        # Others read it: the folders of this machine are none of their business.
-        receipts = {Path(at).name: sign_receipt(told, site) for at, told in receipts.items()}
+        # Others read it, whom the folders of this machine do not concern. A site has one ledger.
+        ((path, receipt),) = receipts.items()
+        receipts = {Path(path).name: sign_receipt(receipt, site)}
     text = json.dumps(receipts, indent=2, allow_nan=False)
     write_whole(out, text.encode() + b"\n", private=False)
     how = "unsigned" if site is None else f"signed with {site / 'site.key'}"

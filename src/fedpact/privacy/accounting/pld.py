@@ -52,7 +52,7 @@ _LARGEST: Final = 2**22  # points of a grid
 _UNIT: Final = 2.0**-53
 _ROUNDED: Final = 1e-3  # of δ: where transforms may round more, masses are tilted
 _PLACED: Final = 2.0**-48  # of itself, and of 1: by how much a loss may be off on the grid
-_TRANSFORM, _ADDED = 16, 10  # units in the last place, see `convolve`
+_OF_NORM, _OF_SUM = 16, 10  # units in the last place, see `convolve`
 _TRIED: Final = 6
 _STRONG: Final = 16.0  # of a tilt times the longest loss: then longer floats take less tilt
 _BLOCK: Final = 512.0  # e to the power of as much is a float
@@ -240,7 +240,7 @@ def compose(
     """
     # Above the rounding of what follows.
     room = 0.01 - math.log(outside)
-    longest = step * max(abs(r.low) + len(r.mass) for r in releases)
+    longest = _longest(releases, step)
     # About the best order of a sum near normal, and of one that is a single loss beside many small.
     usual, single = math.sqrt(2 * room) / spread, room / longest
     octaves = math.log2(max(1.0, usual / single))
@@ -263,7 +263,7 @@ def compose(
     # About which part of δ is rounded.
     tilts = np.append(0.0, orders)
     rounded = np.exp(np.append(0.0, ups) - tilts * near) / np.sqrt(1 + tilts * step * size)
-    rounded *= sum(counts) * _TRANSFORM * _UNIT * math.log2(size) * math.sqrt(size) / delta
+    rounded *= sum(counts) * _OF_NORM * _UNIT * math.log2(size) * math.sqrt(size) / delta
     enough, kind = np.flatnonzero(rounded <= _ROUNDED), np.float64
     if not enough.size or tilts[enough[0]] * longest > _STRONG:
         rounded, kind = rounded * (np.finfo(np.longdouble).eps / 2 / _UNIT), np.longdouble
@@ -278,6 +278,11 @@ def compose(
         if found > 0.999 * before:
             break
     return found
+
+
+def _longest(releases: Sequence[LossMasses], step: float) -> float:
+    """Return what no finite loss of one release exceeds in size."""
+    return step * max(abs(r.low) + len(r.mass) for r in releases)
 
 
 def _tilted(
@@ -304,7 +309,7 @@ def _tilted(
     # The transform holds a loss k at k - Σ t low, modulo its size.
     composed = np.roll(composed, sum(t * r.low for t, r in zip(counts, releases, strict=True)))
     infinite = math.fsum(t * r.infinite for t, r in zip(counts, releases, strict=True))
-    longest = step * max(abs(r.low) + len(r.mass) for r in releases)
+    longest = _longest(releases, step)
     found = _solve(
         np.maximum(composed[: len(losses)], 0.0),
         losses,
@@ -333,11 +338,11 @@ def convolve(
     """
     wave: NDArray[Any] = np.ones(1)
     levels = math.log2(size)
-    lost = _TRANSFORM * levels
+    lost = _OF_NORM * levels
     for mass, count in zip(masses, counts, strict=True):
         wave = wave * _power(np.fft.rfft(mass.astype(kind), size), count)
         norm = float(np.linalg.norm(mass))
-        lost += count * (min(_TRANSFORM * norm, _ADDED) * levels + 4 * norm)
+        lost += count * (min(_OF_NORM * norm, _OF_SUM) * levels + 4 * norm)
     # As computed: there are machines, and versions of numpy, without longer floats.
     lost *= float(np.finfo(wave.dtype).eps) / 2
     # What is off may be above 1, by √n of it at most, and so may be its powers.
